@@ -53,13 +53,17 @@ def agent_of(make: Any, **said: tuple[str, ...]) -> SessionAgent:
     return agent
 
 
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("solver_verifier", EXAMPLE)
+def loaded(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    return loaded(EXAMPLE)
 
 
 def rolled_out(example: ModuleType, solver: tuple[str, ...], verdict: str) -> Trajectory:
@@ -84,6 +88,26 @@ def test_a_turn_holds_the_call_of_whoever_was_asked(example: ModuleType) -> None
 def test_the_verifier_ends_it(example: ModuleType) -> None:
     found = rolled_out(example, ("5",), "Yes!")
     assert [t.policy for t in found.turns] == ["solver", "verifier"] and found.answer == "5"
+
+
+@pytest.mark.parametrize(
+    ("drafts", "choice", "answer", "paid"),
+    [
+        (("4", "5", "6"), "The 2nd.", "5", {"solver": 1 / 3, "selector": 1.0}),
+        (("4", "5", "5"), "1", "4", {"solver": 2 / 3, "selector": 0.0}),
+        (("4", "5", "6"), "None.", "", {"solver": 1 / 3, "selector": 0.0}),
+        (("5", "5", "<answer>5</answer>"), "", "5", {"solver": 1.0, "selector": 1.0}),
+    ],
+)
+def test_a_selector_chooses_among_drafts_that_differ(
+    drafts: tuple[str, ...], choice: str, answer: str, paid: dict[str, float]
+) -> None:
+    select = loaded(EXAMPLE.with_name("solver_selector.py"))
+    agent = agent_of(select.SolverSelector, solver=drafts, selector=(choice,))
+    found = asyncio.run(agent.run(TASK, 1))
+    asked = ["solver"] * 3 + ["selector"] * bool(choice)
+    assert found.answer == answer and [t.policy for t in found.turns] == asked
+    assert asyncio.run(select.reward(TASK, answer, found)) == pytest.approx(paid)
 
 
 def test_a_policy_that_the_run_has_not_ends_it_in_one_line() -> None:
