@@ -128,6 +128,5 @@ def count_evidence(tally: Tally, trajectories: Sequence[Trajectory]) -> None:
         if "refiner" in turn.calls:
             tally.mean("refiner/empty_share", not turn.evidence, 1)
         if "refiner" in turn.calls and turn.evidence:
-            tally.mean(
-                "refiner/kept_share", len(turn.evidence), len(turn.tool_calls[0].result.output)
-            )
+            found = sum(len(used.result.output) for used in turn.tool_calls)
+            tally.mean("refiner/kept_share", len(turn.evidence), found)

@@ -84,7 +84,7 @@ def _unescaped(arguments: str) -> str:
     """Return the JSON with its letters as they are read, whatever a model escaped of them."""
     try:
         return json.dumps(json.loads(arguments), ensure_ascii=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 

@@ -8,9 +8,9 @@ import make
 import pytest
 from make import call, rollout
 
-from flowtrain.metrics.parts import count_verdicts, part_metrics
+from flowtrain.metrics.parts import count_evidence, count_verdicts, part_metrics
 from flowtrain.metrics.sums import Tally
-from flowtrain.types import BranchPoint, Task, ToolResult, Trajectory, Turn, Verdict
+from flowtrain.types import BranchPoint, Task, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 
 def turn(tool: str, text: str, verdict: Verdict, is_asked: bool = True) -> Turn:
@@ -51,6 +51,19 @@ def test_shares_by_hand() -> None:
         }
     )
     assert verdict_metrics(ROLLOUTS[1:2])["verifier/stop_share"] == 1.0
+
+
+@pytest.mark.parametrize("arguments", ["", "[1]", "{", "[" * 100_000])
+def test_what_no_node_of_ours_writes_is_counted_too(arguments: str) -> None:
+    used = ToolCall("Search", arguments, ToolResult("1"))
+    calls = {"planner": call(), "verifier": call(), "refiner": call()}
+    odd = make.turn(act="Search", calls=calls, tool_calls=(used, used), evidence="x")
+    none = make.turn(act="Search", calls=calls, tool_calls=(), evidence="x")
+    rollouts = [rollout(odd, none, task=TASK)]
+    assert verdict_metrics(rollouts)["verifier/num_sampled_tokens"] == 2
+    tally = Tally()
+    count_evidence(tally, rollouts)
+    assert part_metrics(tally)["refiner/kept_share"] == 1.0
 
 
 def test_a_branch_sampled_no_verdict_before_it_left() -> None:

@@ -77,6 +77,8 @@ def test_what_was_found_and_then_used_is_reached() -> None:
         (turn("Chad Mali Niger", "Chad. Mali. Niger."), turn("Chad Mali Niger", "Chad. Mali.")),
         (given('{"query": "Chad"}', "Chad"), USE),
         (given('{"query": "\\u0043had"}', "Chad"), USE),
+        (given("[" * 100_000 + "Chad", "Chad"), USE),
+        (given("Chad " + "[" * 9 + "\\ud800", "Chad"), USE),
         (memorised("country with capital N'Djamena", "Chad"), USE),
     ],
 )

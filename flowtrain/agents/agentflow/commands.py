@@ -67,10 +67,9 @@ def write_command(arguments: Mapping[str, object]) -> str:
 
 def command_of(used: ToolCall) -> str:
     """Return the command of a call as the memory shows it."""
-    if not used.arguments:
+    if (arguments := json_object(used.arguments)) is None:
         return NO_COMMAND
-    note = f"  # {used.note}" if used.note else ""
-    return write_command(json.loads(used.arguments)) + note
+    return write_command(arguments) + (f"  # {used.note}" if used.note else "")
 
 
 def read_command(reply: str, card: ToolCard) -> Command:

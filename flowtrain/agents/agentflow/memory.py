@@ -35,7 +35,7 @@ class MemoryEntry:
             tool_name, sub_goal = turn.action.tool_name, turn.action.sub_goal
         command, result = NO_COMMAND, ToolResult(error=turn.problem)
         if turn.tool_calls:
-            (used,) = turn.tool_calls
+            used = turn.tool_calls[0]
             command, result = command_of(used), used.result
         text = turn.evidence or result.text
         return cls(tool_name, sub_goal, command, text, result.error is not None)
