@@ -72,7 +72,7 @@ def error(found: Found, truth: Found) -> float:
 
 
 @pytest.mark.parametrize("family", [name for name in RECURRENT if name != "qwen3_5_moe_text"])
-@settings(derandomize=True, deadline=None, max_examples=12)
+@settings(derandomize=True, deadline=None, max_examples=6)
 @given(every=sample_trees(), budget=st.integers(1, 80))
 def test_any_tree(family: str, every: list[Sample], budget: int) -> None:
     with fp64_rule():
@@ -166,16 +166,21 @@ def test_a_recurrent_layer_costs_its_weights_and_its_state() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "recompute"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_memory_of_layers_of_both_kinds_is_planned(dtype: torch.dtype, recompute: bool) -> None:
-    kinds = (["linear_attention"] * 3 + ["full_attention"]) * 2
-    config = model_of(FAMILY, num_hidden_layers=8, layer_types=kinds).config
+def test_memory_of_layers_of_both_kinds_is_planned(
+    dtype: torch.dtype, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear, full = "linear_attention", "full_attention"
+    kinds = [linear, linear, full, linear, full]
+    config = model_of(FAMILY, num_hidden_layers=5, layer_types=kinds).config
     planned = activations(config, dtype, 128, recompute)
-    how = {"layers": [*range(8)], "lora": None, "fused": True}
+    how = {"layers": [*range(5)], "lora": None, "fused": True}
     counted = memory_plan._simulate(config, dtype, 128, recompute, **how)
     assert planned[0] == pytest.approx(counted[0], rel=0.01)
     assert planned[1] == pytest.approx(counted[1], rel=0.2)
-    found = activations(config, dtype, 4096, recompute)[0]
-    assert found == pytest.approx(32 * planned[0], rel=0.02)
+    if not recompute:
+        monkeypatch.setattr(memory_plan, "_RECURRENT_TOKENS", 192)
+        found = activations(config, dtype, 1024, recompute)[0]
+        assert found == pytest.approx(8 * planned[0], rel=0.02), "of a part of the row"
 
 
 # ---- the sampler
