@@ -1,9 +1,8 @@
-"""Runs of the two commands for the tests of the command line, forked from a process that has
-imported everything once.
+"""Runs of the two commands for the tests of the command line, in forks of a warm process.
 
-Importing takes ten times as long as these runs do. What a fork could hide (a fresh interpreter, its
-exit, torchrun) the tests try with real subprocesses. Nor do they predict the memory of activations,
-which takes a third of such a run; `run/test_memory_plan.py` does.
+What a fork could hide (a fresh interpreter, its exit, torchrun) the tests try with real
+subprocesses. Nor do they predict the memory of activations, which takes a third of such a run;
+`setup/test_memory_plan.py` does.
 """
 
 from __future__ import annotations
@@ -11,17 +10,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import forks
 import pytest
 import torch
-from filelock import FileLock
 from ports import free_port
 from safetensors.torch import load_file
 from toy_options import FLOW
@@ -40,7 +37,6 @@ RFT = (
     *("--rft.warmup_steps", "10", "--rft.keep", "all"),
 )
 NUM_STEPS = 6
-ENV = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 KILL = """
 import importlib, os, signal
@@ -67,68 +63,20 @@ AFTER_STEP_3 = KILL.format(
     module="flowtrain.run.run_logger", path="RunLogger.log", number=3, after=True
 )
 
-SERVER = """
-import atexit, contextlib, gc, json, os, resource, runpy, sys, threading, traceback
-import flowtrain.run.run, flowtrain.agents.agentflow.expert, flowtrain.view.curves
-import flowtrain.evaluation.benchmarks, flowtrain.setup.memory_plan, flowtrain.run.run_logger
-import flowtrain.algorithms.flow_grpo, flowtrain.run.dry_run, flowtrain.metrics.mismatch
-import bm25s, flowtrain.tools.search, flowtrain.utils.waiting
-import encodings.utf_8_sig, numpy.ctypeslib
-import transformers.models.qwen3.modeling_qwen3, transformers.tokenization_python
-import transformers.processing_utils
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-with contextlib.suppress(ImportError):
-    import peft
-
-get_checkpoint_conversion_mapping("qwen3")  # which is made once, out of 700 patterns
+RUN = """
 flowtrain.setup.memory_plan.activations = lambda *_, **__: (0, 0)
 flowtrain.utils.waiting.PATIENCE_S = 3600.0  # tests compare what is printed, on any machine
-draw = flowtrain.view.curves.plot_curves
-flowtrain.view.curves.plot_curves = lambda *_: None
-
-def serve():
-    for line in sys.stdin:
-        job = json.loads(line)
-        if "poll" in job:
-            pid, status = os.waitpid(job["poll"], os.WNOHANG)
-            print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            return job
-        print(pid, flush=True)
-
-gc.collect()
-gc.freeze()
-job = serve()
-if job is not None:
-    files = (0, os.devnull, os.O_RDONLY), (1, job["out"], os.O_WRONLY), (2, job["err"], os.O_WRONLY)
-    for number, path, flags in files:
-        os.dup2(os.open(path, flags), number)
-    os.chdir(job["cwd"])
-    os.environ.update(job["env"])
-    if job["max_file_bytes"]:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (job["max_file_bytes"],) * 2)
-    if job["with_picture"]:
-        flowtrain.view.curves.plot_curves = draw
-    sys.argv = [job["module"], *job["argv"]]
-    exec(job["before"])
-    try:
-        runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
-        code = 0
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    # Python's own exit, without taking apart modules whose memory is shared with the server.
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(code)
+if not job["with_picture"]:
+    flowtrain.view.curves.plot_curves = lambda *_: None
+os.chdir(job["cwd"])
+os.environ.update(job["env"])
+if job["max_file_bytes"]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (job["max_file_bytes"],) * 2)
+sys.argv = [job["module"], *job["argv"]]
+exec(job["before"])
+runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
 """
-"""Reads jobs, one JSON line each, forks a process for each and answers with its number; {"poll":
-pid} asks for an exit code."""
+"""Runs the command of a job."""
 
 
 @dataclass(frozen=True)
@@ -164,13 +112,6 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", SERVER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **ENV},
-        )
 
     def start(
         self,
@@ -188,17 +129,19 @@ class Server:
         self._count += 1
         out, err = self._folder / f"{self._count}.out", self._folder / f"{self._count}.err"
         out.touch(), err.touch()
-        job = {
-            "module": f"flowtrain.{module}",
-            "argv": [*map(str, argv)],
-            "out": str(out),
-            "err": str(err),
-            "env": env or {},
-            "before": before,
-            "with_picture": with_picture,
-        }
-        pid = self._ask({**job, "cwd": str(cwd or self._folder), "max_file_bytes": max_file_bytes})
-        return Process(pid, out, err, lambda: self._ask({"poll": pid}))
+        pid = forks.start(
+            RUN,
+            out,
+            err,
+            module=f"flowtrain.{module}",
+            argv=[*map(str, argv)],
+            before=before,
+            max_file_bytes=max_file_bytes,
+            cwd=str(cwd or self._folder),
+            env=env or {},
+            with_picture=with_picture,
+        )
+        return Process(pid, out, err, lambda: forks.poll(pid))
 
     def start_ranks(
         self,
@@ -240,33 +183,6 @@ class Server:
         ]
         return code, lines, process.out.read_text()
 
-    def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait(timeout=30)
-
-    def _ask(self, job: dict[str, Any]) -> Any:
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-
-@pytest.fixture(scope="session")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
-    """Makes a folder once for all processes of a run of tests: `once(name, make)`."""
-    base = tmp_path_factory.getbasetemp()
-    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
-    shared.mkdir(exist_ok=True)
-
-    def once(name: str, make: Callable[[Path], None]) -> Path:
-        path, done = shared / name, shared / f"{name}.done"
-        with FileLock(shared / f"{name}.lock"):
-            if not done.exists():
-                make(path)
-                done.touch()
-        return path
-
-    return once
-
 
 @pytest.fixture(scope="session")
 def inputs(once: Callable[..., Path]) -> Path:
@@ -303,10 +219,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"))
-    yield server
-    server.close()
+def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
+    return Server(tmp_path_factory.mktemp("server"))
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,7 +46,9 @@ for _path in _HERE.rglob("*.py"):
         _dotted = ".".join(_path.relative_to(_HERE.parent).with_suffix("").parts)
         pytest.register_assert_rewrite(_path.stem, _dotted)
 
-from tests.attacks.tally import table  # noqa: E402 - after what it sets
+import forks  # noqa: E402 - after what it sets
+
+from tests.attacks.tally import table  # noqa: E402
 
 pytest_plugins = ["tests.durations"]
 
@@ -109,6 +111,32 @@ def one_thread() -> None:
     """Threads only slow down models this small."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of all processes of a run of tests."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    forks.folder = folder
+    return folder
+
+
+@pytest.fixture(scope="session")
+def once(shared: Path) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Makes a folder once for all processes of a run of tests: `once(name, make)`."""
+    from filelock import FileLock
+
+    def once(name: str, make: Callable[[Path], None]) -> Path:
+        path, done = shared / name, shared / f"{name}.done"
+        with FileLock(shared / f"{name}.lock"):
+            if not done.exists():
+                make(path)
+                done.touch()
+        return path
+
+    return once
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_runs import ENV, NUM_STEPS, RFT, SMALL, Server, check_same_run, read
+from cli_runs import NUM_STEPS, RFT, SMALL, Server, check_same_run, read
+from forks import ENV
 from processes import run_program
 from refusals import check_parts, rows
 from safetensors.torch import load_file
