@@ -108,10 +108,11 @@ check: lint
 test: setup
 	$(BIN)/python -m pytest -m 'not slow and not clock and not vllm' -n $(JOBS) --dist worksteal
 
-# Every test that needs no vLLM and no GPU; those that measure time alone, at the end.
+# Every test that needs no vLLM and no GPU; those that measure time alone, at the end. The files
+# without such a test are not read again.
 test-all: setup
 	$(BIN)/python -m pytest -m 'not clock and not vllm' -n $(ALL_JOBS) --dist worksteal --refuse-slow; code=$$?; \
-		test $$code -le 1 && $(BIN)/python -m pytest -m 'clock and not vllm' && exit $$code
+		test $$code -le 1 && $(BIN)/python -m pytest -m 'clock and not vllm' $$(grep -rl 'mark\.clock' tests --include='test_*.py') && exit $$code
 
 # Which tests are slow, measured on a quiet machine: twice, because the first test that needs a package also imports it.
 durations: setup

@@ -141,8 +141,11 @@ def once(shared: Path) -> Callable[[str, Callable[[Path], None]], Path]:
 
 @pytest.fixture
 def no_side_effects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Puts back the signal handlers that a run in this process sets, and draws no curves."""
+    """Puts back the signal handlers that a run in this process sets, draws no curves, and plans no
+    memory of activations, which takes longer than a step.
+    """
     monkeypatch.setattr("flowtrain.view.curves.plot_curves", lambda path: None)
+    monkeypatch.setattr("flowtrain.setup.memory_plan.activations", lambda *_, **__: (0, 0))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in handlers.items():

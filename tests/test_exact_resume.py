@@ -22,8 +22,8 @@ pytest_plugins = ("cli_runs",)
 
 NUM_STEPS = 4
 EXACT = (
-    *("--train.num_steps", str(NUM_STEPS), "--rollout.max_in_flight", "1"),
-    *("--rollout.group_size", "2", "--eval.num_tasks", "2", "--algorithm.mode", "released"),
+    *("--train.num_steps", str(NUM_STEPS), "--rollout.max_in_flight", "1", "--eval.num_tasks", "2"),
+    *("--rollout.num_questions", "2", "--rollout.group_size", "2", "--algorithm.mode", "released"),
 )
 IN_A_CHECKPOINT = KILL.format(
     module="flowtrain.training.checkpoint", path="_save", number=2, after=True
@@ -133,9 +133,9 @@ def test_a_step_leaves_no_rollout_behind(run: Run, whole: Callable[[int], Path])
     state = json.loads(last.read_text())
     assert set(state) == {"step", "cursor", "version", "files", "xxh3"}
     found = (state["step"], state["cursor"], state["version"])
-    assert found == (NUM_STEPS, 4 * NUM_STEPS, NUM_STEPS)
+    assert found == (NUM_STEPS, 2 * NUM_STEPS, NUM_STEPS)
     seen = [record["step"] for record in read(path / "trajectories.jsonl")]
-    assert seen == [step for step in range(1, NUM_STEPS + 1) for _ in range(4 * 2)]
+    assert seen == [step for step in range(1, NUM_STEPS + 1) for _ in range(2 * 2)]
 
 
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
@@ -160,6 +160,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(
         sorted(record["seed"] for name in each.glob("trajectories*.jsonl") for record in read(name))
         for each in (path, whole(first))
     ]
-    assert seeds[0] == seeds[1] and len(set(seeds[0])) == NUM_STEPS * 8, (
+    assert seeds[0] == seeds[1] and len(set(seeds[0])) == NUM_STEPS * 4, (
         "every rollout once, none of those after the checkpoint twice"
     )

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
@@ -42,17 +43,19 @@ class Html(HTMLParser):
                 self.loaded.append(value)
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session")
+def site(once: Callable[..., Path]) -> Path:
     """The site, built by the command of `make docs`."""
     [command] = re.findall(r"^docs:.*\n\t\$\(BIN\)/python (.*)$", _makefile(), re.MULTILINE)
-    folder = tmp_path_factory.mktemp("built")
-    words = command.replace("build/doctrees", str(folder / "doctrees")).split()
-    assert words[-2:] == ["docs", "site"] and "--fail-on-warning" in words
-    words[-1] = str(folder / "site")
-    done = run_program([sys.executable, *words], cwd=ROOT, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return folder / "site"
+
+    def make(folder: Path) -> None:
+        words = command.replace("build/doctrees", str(folder / "doctrees")).split()
+        assert words[-2:] == ["docs", "site"] and "--fail-on-warning" in words
+        words[-1] = str(folder / "site")
+        done = run_program([sys.executable, *words], cwd=ROOT, timeout=600)
+        assert done.returncode == 0, done.stderr
+
+    return once("docs", make) / "site"
 
 
 def _makefile() -> str:

@@ -17,8 +17,8 @@ from bench.families import REFUSED, SHAPE, TRAINED, config_of, refusal
 from flowtrain.config import Config, Vllm
 from flowtrain.engines.factory import ModelSpec
 from flowtrain.engines.vllm.process import VllmModel, engine_args
+from flowtrain.setup import memory_plan
 from flowtrain.setup.components import RunComponents
-from flowtrain.setup.memory_plan import activations
 from flowtrain.training import attention
 from flowtrain.training import model as models
 from flowtrain.training.attention import forest_attention, windows_of
@@ -59,8 +59,12 @@ def test_families_on_the_list_pass(family: str) -> None:
 
 @pytest.mark.parametrize("family", families(KNOWN))
 def test_the_memory_of_families_on_the_list_is_planned(family: str) -> None:
+    """One layer more of each kind than it takes to have all: what a plan counts with."""
     config = config_of(family, TRAINED[family])
-    at_head, peak = activations(config, torch.float32, 32, recompute=False)
+    few, repeated = memory_plan._few_layers(config)
+    layers = [*few, *(layer for layer, _ in repeated)]
+    how = {"layers": layers, "lora": None, "fused": True}
+    at_head, peak = memory_plan._simulate(config, torch.float32, 32, False, **how)
     assert 0 < at_head < peak
 
 
