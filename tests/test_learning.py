@@ -36,7 +36,7 @@ NAMES = (
     *("Ada", "Bo", "Cy", "Dee", "Eli", "Fay", "Gus", "Hal", "Ida", "Jo", "Kim", "Lee"),
     *("Max", "Ned", "Oz", "Pam"),
 )
-SEED = 1
+SEED = 2
 WORDINGS = (
     "What is the {} of {}?",
     "Tell me the {} of {}.",
@@ -84,8 +84,14 @@ def config(place: Path, run: str, seed: int, **sections: dict[str, Any]) -> Conf
         },
         "agent": {"tools": ["Search", "Base_Generator"], "max_turns": 2, "eval_max_turns": 2},
         "rollout": {"num_questions": 8, "group_size": 8, "max_new_tokens": 24},
-        "rft": {"num_rollouts": 600, "num_steps": 300, "keep": "all", "expert_error": 0.6},
-        "train": {"num_steps": 20, "lr": 3e-4},
+        "rft": {
+            "num_rollouts": 600,
+            "num_steps": 150,
+            "lr": 8e-3,
+            "keep": "all",
+            "expert_error": 0.6,
+        },
+        "train": {"num_steps": 16, "lr": 3e-4},
         "eval": {"every": 0, "num_tasks": 64},
         "checkpoint": {"every": 0},
         "log": {"tensorboard": False},
@@ -142,7 +148,7 @@ def real(place: Path) -> dict[str, Any]:
 def test_flow_grpo_learns_from_the_rewards_and_from_nothing_else(
     place: Path, real: dict[str, Any]
 ) -> None:
-    """Over seeds 0 to 9 the reward rose by 0.44 to 0.64, in the control by -0.33 to 0.09; the
+    """Over seeds 0 to 4 the reward rose by 0.44 to 0.73, in the control by -0.23 to 0.05; the
     standard error of one is 0.06.
     """
     control = flow_grpo(place, "control", algorithm={"shuffle_rewards": True})
