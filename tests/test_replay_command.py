@@ -27,6 +27,9 @@ LOG = (
     *("--algorithm.mode", "released", "--algorithm.equal_groups", "keep"),
 )
 
+SHORT = ("--rollout.max_new_tokens", 6, "--agent.max_turns", 2)
+"""Replies of which most name no tool: a replay samples none."""
+
 Train = Callable[..., Path]
 
 
@@ -39,7 +42,10 @@ def ended(processes: list[Process], code: int = 0) -> None:
 
 @pytest.fixture(scope="module")
 def train(
-    server: Server, words: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+    server: Server,
+    words: tuple[str, ...],
+    by_seed: tuple[str, ...],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Train:
     """Train on so many ranks with a replay log, in a new folder or on from `start`."""
 
@@ -47,7 +53,7 @@ def train(
         *argv: object, size: int = 1, start: Path | None = None, before: str = "", code: int = 0
     ) -> Path:
         path = start or tmp_path_factory.mktemp("replayed") / "run"
-        options = (*words, *LOG, *argv, "--run.dir", path, "--resume", "auto")
+        options = (*words, *by_seed, *LOG, *SHORT, *argv, "--run.dir", path, "--resume", "auto")
         ended(server.start_ranks(size, *options, before=[before] * size), code)
         return path
 
