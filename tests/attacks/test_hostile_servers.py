@@ -187,17 +187,21 @@ def test_no_value_breaks_a_client(client: str, server: RawServer, tally: Tally) 
     assert through == {}
 
 
-def test_values_take_bounded_memory(server: RawServer, tally: Tally) -> None:
-    """Small values are the worst: a mebibyte of empty objects, of objects of one, of keys."""
-    keys = ",".join(f'"{number}":0' for number in range(90_000))
-    worst = ["[" + "{}," * 340_000 + "{}]", "[" + '{"":0},' * 140_000 + "{}]", f"{{{keys}}}"]
+def test_values_take_bounded_memory(
+    server: RawServer, tally: Tally, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small values are the worst: a quarter MiB of empty objects, of objects of one, of keys."""
+    monkeypatch.setattr(api, "MAX_BYTES", MAX_BYTES // 4)
+    monkeypatch.setattr(endpoint, "_MAX_BYTES", MAX_BYTES // 4)
+    keys = ",".join(f'"{number}":0' for number in range(27_000))
+    worst = ["[" + "{}," * 87_000 + "{}]", "[" + '{"":0},' * 37_000 + "{}]", f"{{{keys}}}"]
     through = {}
     tracemalloc.start()
     try:
         asked = [("search", '{"organic": %s}', text) for text in worst]
         for client, form, text in (*asked, ("model", '{"choices": %s}', worst[1])):
             server.pieces = whole((form % text).encode())
-            if problem := outcome(CLIENTS[client], server, VALUES_MEMORY):
+            if problem := outcome(CLIENTS[client], server, VALUES_MEMORY // 4):
                 through[client, text[:20]] = problem
     finally:
         tracemalloc.stop()
