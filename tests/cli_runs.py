@@ -220,6 +220,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
+    forks.connection()  # which may take seconds, that all users of the fixture share
     return Server(tmp_path_factory.mktemp("server"))
 
 

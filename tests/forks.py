@@ -114,13 +114,13 @@ def poll(pid: int) -> int | None:
 
 
 def _ask(job: dict[str, Any]) -> Any:
-    process = _connection()
+    process = connection()
     print(json.dumps(job), file=process, flush=True)
     return json.loads(process.readline())
 
 
 @functools.cache
-def _connection() -> Any:
+def connection() -> Any:
     """What goes to the process and comes from it, which ends when nobody is connected any more."""
     address = folder / "forks"
     with (folder / "forks.lock").open("w") as lock:

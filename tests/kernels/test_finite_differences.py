@@ -76,7 +76,7 @@ def is_smooth(spec: LossSpec, batch: Batch) -> bool:
     return not bool((near_T & counts_T).any())
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, deadline=None, max_examples=100)
 @given(
     form=st.sampled_from(list(FORMS)),
     seed=st.integers(0, 10**6),

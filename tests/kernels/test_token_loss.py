@@ -97,7 +97,7 @@ def test_loss_and_derivatives_match_the_plain_formula(name: str) -> None:
         )
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, deadline=None, max_examples=100)
 @given(
     loss_type=st.sampled_from(["clip", "gspo", "cispo", "nll"]),
     kl=st.sampled_from(["k1", "k2", "k3", "low_var_kl"]),

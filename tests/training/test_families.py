@@ -55,7 +55,7 @@ def test_tree_packed_and_padded_rows_train_what_samples_alone_do(
 
 
 @pytest.mark.parametrize("family", families(WINDOWED))
-@settings(derandomize=True, deadline=None, max_examples=15)
+@settings(derandomize=True, deadline=None, max_examples=8)
 @given(every=sample_trees(), window=st.integers(2, 8), budget=st.integers(1, 80))
 def test_any_tree_under_any_window(
     family: str, every: list[Sample], window: int, budget: int

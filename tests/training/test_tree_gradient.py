@@ -126,7 +126,7 @@ groups = st.lists(
 @settings(
     derandomize=True,
     deadline=None,
-    max_examples=25,
+    max_examples=12,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(groups, st.integers(1, 30))
