@@ -129,19 +129,10 @@ class Server:
         self._count += 1
         out, err = self._folder / f"{self._count}.out", self._folder / f"{self._count}.err"
         out.touch(), err.touch()
-        pid = forks.start(
-            RUN,
-            out,
-            err,
-            module=f"flowtrain.{module}",
-            argv=[*map(str, argv)],
-            before=before,
-            max_file_bytes=max_file_bytes,
-            cwd=str(cwd or self._folder),
-            env=env or {},
-            with_picture=with_picture,
-        )
-        return Process(pid, out, err, lambda: forks.poll(pid))
+        job = {"module": f"flowtrain.{module}", "argv": [*map(str, argv)], "before": before}
+        job |= {"cwd": cwd or self._folder, "env": env or {}, "with_picture": with_picture}
+        pid = forks.ask(code=RUN, out=out, err=err, max_file_bytes=max_file_bytes, **job)
+        return Process(pid, out, err, lambda: forks.ask(poll=pid))
 
     def start_ranks(
         self,

@@ -114,21 +114,16 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of all processes of a run of tests."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
-    folder.mkdir(exist_ok=True)
-    forks.folder = folder
-    return folder
-
-
-@pytest.fixture(scope="session")
-def once(shared: Path) -> Callable[[str, Callable[[Path], None]], Path]:
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Makes a folder once for all processes of a run of tests: `once(name, make)`."""
-    from filelock import FileLock
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    shared.mkdir(exist_ok=True)
+    forks.folder = shared
 
     def once(name: str, make: Callable[[Path], None]) -> Path:
+        from filelock import FileLock
+
         path, done = shared / name, shared / f"{name}.done"
         with FileLock(shared / f"{name}.lock"):
             if not done.exists():
@@ -141,9 +136,7 @@ def once(shared: Path) -> Callable[[str, Callable[[Path], None]], Path]:
 
 @pytest.fixture
 def no_side_effects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Puts back the signal handlers that a run in this process sets, draws no curves, and plans no
-    memory of activations, which takes longer than a step.
-    """
+    """Puts back the signal handlers that a run in this process sets; no curves, no memory plan."""
     monkeypatch.setattr("flowtrain.view.curves.plot_curves", lambda path: None)
     monkeypatch.setattr("flowtrain.setup.memory_plan.activations", lambda *_, **__: (0, 0))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -26,15 +26,12 @@ import traceback
 import flowtrain.run.run, flowtrain.agents.agentflow.expert, flowtrain.view.curves
 import flowtrain.evaluation.benchmarks, flowtrain.setup.memory_plan, flowtrain.run.run_logger
 import flowtrain.algorithms.flow_grpo, flowtrain.run.dry_run, flowtrain.metrics.mismatch
-import bm25s, flowtrain.tools.search, flowtrain.utils.waiting
-import encodings.utf_8_sig, numpy.ctypeslib
+import flowtrain.tools.search, flowtrain.utils.waiting, bm25s, encodings.utf_8_sig, numpy.ctypeslib
 import transformers.models.qwen3.modeling_qwen3, transformers.tokenization_python
-import transformers.processing_utils
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+import transformers.processing_utils, transformers.conversion_mapping as mapping
 with contextlib.suppress(ImportError):
     import peft
-
-get_checkpoint_conversion_mapping("qwen3")  # which is made once, out of 700 patterns
+mapping.get_checkpoint_conversion_mapping("qwen3")  # which is made once, out of 700 patterns
 
 def serve():
     # The job, in a fork for it; none when the last client has gone.
@@ -42,49 +39,39 @@ def serve():
     clients.register(listener, selectors.EVENT_READ)
     while True:
         for key, _ in clients.select():
-            client, texts = key.fileobj, key.data
-            if client is listener:
+            if key.fileobj is listener:
                 client, _ = listener.accept()
                 clients.register(client, selectors.EVENT_READ, client.makefile("rw"))
-            elif line := read_line(texts):
-                job = json.loads(line)
-                if "poll" in job:
-                    pid, status = os.waitpid(job["poll"], os.WNOHANG)
-                    answer = os.waitstatus_to_exitcode(status) if pid else None
-                elif not (answer := os.fork()):
-                    for each in clients.get_map().values():
-                        close(each)
-                    return job
-                with contextlib.suppress(OSError):
-                    print(json.dumps(answer), file=texts, flush=True)
-            else:
-                clients.unregister(client)
-                close(key)
+                continue
+            line = ""
+            with contextlib.suppress(OSError):  # of a client that was killed
+                line = key.data.readline()
+            if not line:
+                clients.unregister(key.fileobj)
+                key.fileobj.close()
                 if len(clients.get_map()) == 1:
                     return None
-
-def read_line(texts):
-    with contextlib.suppress(OSError):
-        return texts.readline()
-
-def close(key):
-    with contextlib.suppress(OSError):
-        if key.data is not None:
-            key.data.close()
-    key.fileobj.close()
+                continue
+            job = json.loads(line)
+            if "poll" in job:
+                pid, status = os.waitpid(job["poll"], os.WNOHANG)
+                answer = os.waitstatus_to_exitcode(status) if pid else None
+            elif not (answer := os.fork()):
+                for each in clients.get_map().values():
+                    os.close(each.fd)
+                return job
+            with contextlib.suppress(OSError):
+                print(json.dumps(answer), file=key.data, flush=True)
 
 gc.collect()
 gc.freeze()
 listener = socket.socket(socket.AF_UNIX)
-listener.bind(sys.argv[1] + ".new")
+listener.bind(sys.argv[1])
 listener.listen()
-os.rename(sys.argv[1] + ".new", sys.argv[1])
-job = serve()
-if job is None:
+if (job := serve()) is None:
     sys.exit()
-files = (0, os.devnull, os.O_RDONLY), (1, job["out"], os.O_WRONLY), (2, job["err"], os.O_WRONLY)
-for number, path, flags in files:
-    os.dup2(os.open(path, flags), number)
+for number, path in enumerate((os.devnull, job["out"], job["err"])):
+    os.dup2(os.open(path, os.O_WRONLY if number else os.O_RDONLY), number)
 try:
     exec(job["code"])
     code = 0
@@ -99,24 +86,15 @@ atexit._run_exitfuncs()
 sys.stdout.flush()
 os._exit(code)
 """
-"""Reads jobs, one JSON line each, forks a process for each and answers with its number; {"poll":
-pid} asks for an exit code."""
+"""Forks for a job, a line of JSON, and answers with its number; a poll asks for an exit code."""
 
 
-def start(code: str, out: Path, err: Path, **job: Any) -> int:
-    """Run Python, which finds `job` as a dict of that name, in a fork; return its number."""
-    return int(_ask({"code": code, "out": str(out), "err": str(err), **job}))
-
-
-def poll(pid: int) -> int | None:
-    """The exit code of a fork that has ended."""
-    return _ask({"poll": pid})
-
-
-def _ask(job: dict[str, Any]) -> Any:
-    process = connection()
-    print(json.dumps(job), file=process, flush=True)
-    return json.loads(process.readline())
+def ask(**job: Any) -> Any:
+    """Run Python, `code`, which finds `job` with files `out` and `err`, in a fork; its number. Or
+    `poll` one for its exit code, which is None before its end.
+    """
+    print(json.dumps(job, default=str), file=connection(), flush=True)
+    return json.loads(connection().readline())
 
 
 @functools.cache
@@ -126,18 +104,11 @@ def connection() -> Any:
     with (folder / "forks.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         process = socket.socket(socket.AF_UNIX)
-        try:
-            process.connect(str(address))
-        except OSError:
+        if process.connect_ex(str(address)):
             address.unlink(missing_ok=True)
-            started = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(address)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env={**os.environ, **ENV},
-            )
-            while not address.exists():
+            words, env = [sys.executable, "-c", PROGRAM, str(address)], {**os.environ, **ENV}
+            started = subprocess.Popen(words, stdout=subprocess.DEVNULL, env=env)
+            while process.connect_ex(str(address)):
                 assert started.poll() is None
                 time.sleep(0.05)
-            process.connect(str(address))
     return process.makefile("rw")

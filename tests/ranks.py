@@ -37,8 +37,9 @@ def launch(script: str, worlds: Sequence[World], timeout_s: float = 240.0) -> No
     """
     with tempfile.NamedTemporaryFile("r") as file:
         out, deadline = Path(file.name), time.monotonic() + timeout_s
-        pid = forks.start(RUN, out, out, path=sys.path, argv=[script, json.dumps(worlds)])
-        while (code := forks.poll(pid)) is None:
+        argv = [script, json.dumps(worlds)]
+        pid = forks.ask(code=RUN, out=out, err=out, path=sys.path, argv=argv)
+        while (code := forks.ask(poll=pid)) is None:
             if time.monotonic() > deadline:
                 os.killpg(pid, signal.SIGKILL)
             time.sleep(0.02)

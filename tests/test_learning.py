@@ -37,6 +37,7 @@ NAMES = (
     *("Max", "Ned", "Oz", "Pam"),
 )
 SEED = 2
+ERRING = {"keep": "all", "expert_error": 0.6}
 WORDINGS = (
     "What is the {} of {}?",
     "Tell me the {} of {}.",
@@ -84,13 +85,7 @@ def config(place: Path, run: str, seed: int, **sections: dict[str, Any]) -> Conf
         },
         "agent": {"tools": ["Search", "Base_Generator"], "max_turns": 2, "eval_max_turns": 2},
         "rollout": {"num_questions": 8, "group_size": 8, "max_new_tokens": 24},
-        "rft": {
-            "num_rollouts": 600,
-            "num_steps": 150,
-            "lr": 8e-3,
-            "keep": "all",
-            "expert_error": 0.6,
-        },
+        "rft": {"num_rollouts": 600, "num_steps": 150, "lr": 8e-3, **ERRING},
         "train": {"num_steps": 16, "lr": 3e-4},
         "eval": {"every": 0, "num_tasks": 64},
         "checkpoint": {"every": 0},

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from test_learning import config, fine_tuned, with_plans, write_questions
+from test_learning import ERRING, config, fine_tuned, with_plans, write_questions
 
 from flowtrain.agents.agentflow.expert import plan_script, with_script
 from flowtrain.agents.agentflow.flow import Flow
@@ -30,7 +30,7 @@ VERIFIER = {
     "train": {"policy": "verifier", "lr": 1e-3},
     "agent": {"tools": ["Search", "Base_Generator"], "max_turns": 4},
     "policies": {"verifier": {"max_new_tokens": 12}},
-    "rft": {"num_rollouts": 300, "num_steps": 100, "keep": "all", "expert_error": 0.6},
+    "rft": {"num_rollouts": 300, "num_steps": 100, **ERRING},
 }
 REFINER = {
     "roles": {"refiner": "own"},

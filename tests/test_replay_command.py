@@ -25,10 +25,8 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 LOG = (
     *("--log.replay", "true", "--eval.at_ends", "false"),
     *("--algorithm.mode", "released", "--algorithm.equal_groups", "keep"),
+    *("--rollout.max_new_tokens", "6", "--agent.max_turns", "2"),  # a replay samples nothing
 )
-
-SHORT = ("--rollout.max_new_tokens", 6, "--agent.max_turns", 2)
-"""Replies of which most name no tool: a replay samples none."""
 
 Train = Callable[..., Path]
 
@@ -53,7 +51,7 @@ def train(
         *argv: object, size: int = 1, start: Path | None = None, before: str = "", code: int = 0
     ) -> Path:
         path = start or tmp_path_factory.mktemp("replayed") / "run"
-        options = (*words, *by_seed, *LOG, *SHORT, *argv, "--run.dir", path, "--resume", "auto")
+        options = (*words, *by_seed, *LOG, *argv, "--run.dir", path, "--resume", "auto")
         ended(server.start_ranks(size, *options, before=[before] * size), code)
         return path
 

@@ -187,12 +187,8 @@ def test_no_value_breaks_a_client(client: str, server: RawServer, tally: Tally) 
     assert through == {}
 
 
-def test_values_take_bounded_memory(
-    server: RawServer, tally: Tally, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_take_bounded_memory(server: RawServer, tally: Tally) -> None:
     """Small values are the worst: a quarter MiB of empty objects, of objects of one, of keys."""
-    monkeypatch.setattr(api, "MAX_BYTES", MAX_BYTES // 4)
-    monkeypatch.setattr(endpoint, "_MAX_BYTES", MAX_BYTES // 4)
     keys = ",".join(f'"{number}":0' for number in range(27_000))
     worst = ["[" + "{}," * 87_000 + "{}]", "[" + '{"":0},' * 37_000 + "{}]", f"{{{keys}}}"]
     through = {}

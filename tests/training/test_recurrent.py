@@ -169,8 +169,7 @@ def test_a_recurrent_layer_costs_its_weights_and_its_state() -> None:
 def test_memory_of_layers_of_both_kinds_is_planned(
     dtype: torch.dtype, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    linear, full = "linear_attention", "full_attention"
-    kinds = [linear, linear, full, linear, full]
+    kinds = ["linear_attention"] * 2 + ["full_attention", "linear_attention", "full_attention"]
     config = model_of(FAMILY, num_hidden_layers=5, layer_types=kinds).config
     planned = activations(config, dtype, 128, recompute)
     how = {"layers": [*range(5)], "lora": None, "fused": True}
