@@ -16,7 +16,7 @@ PRODUCTS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}'
 MINUTES ?= 10
 # Processes that run tests side by side. Slow tests wait for processes of their own: twice two cores are theirs.
 JOBS ?= 2
-ALL_JOBS ?= 4
+ALL_JOBS ?= 3
 # Where an image sets this, every process would compile torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 RUN := $(or $(RUN),runs/quickstart-$(shell date +%Y%m%d-%H%M%S))
