@@ -27,7 +27,7 @@ TINY = (
     *("--tiny.hidden_size", "32", "--tiny.num_layers", "1", "--tiny.num_heads", "2"),
     *("--tasks.num_train", "400", "--eval.num_tasks", "4"),
     *("--eval.every", "0", "--rollout.num_questions", "4", "--rollout.group_size", "8"),
-    *("--rollout.max_new_tokens", "24"),
+    *("--rollout.max_new_tokens", "24", "--algorithm.equal_groups", "drop"),
     *("--run.threads", "1", "--run.device", "cpu", "--log.tensorboard", "false"),
 )
 SMALL = (*FLOW, *TINY)

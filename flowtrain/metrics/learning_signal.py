@@ -49,8 +49,8 @@ class LearningSignal:
         text = f"nothing to learn from in step {step}{in_a_row}: {self.last_cause}"
         if self.num_broken >= MOST_BROKEN or 0 < self.config.train.max_idle_steps <= self.num_idle:
             raise UserError(
-                f"{text}. docs/hardening.md says what helps; weights are as before, and the same "
-                "command with run.resume = 'auto' goes on from the newest checkpoint"
+                f"{text}. docs/hardening.md says what helps; the same command with run.resume = "
+                "'auto' goes on from the newest checkpoint"
             )
         # Of many in a row the 1st, 2nd, 3rd, 10th, 20th, 30th, ... are told.
         if self.is_main and (self.num_idle <= 3 or self.num_idle % 10 == 0):

@@ -34,7 +34,8 @@ def leaves() -> list[tuple[str, dict[str, Any]]]:
             section = {"engines": "engines.judge", "policies": "policies.planner"}.get(section, "")
             if not section:
                 continue  # options of plugins are their own
-            table = resolved(table["additionalProperties"])
+            named = table.get("patternProperties") or {"": table["additionalProperties"]}
+            table = resolved(next(iter(named.values())))
         found += [(f"{section}.{key}", leaf) for key, leaf in table["properties"].items()]
     return found
 

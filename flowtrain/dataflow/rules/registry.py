@@ -59,16 +59,17 @@ def load(config: Config) -> Rules:
     """Make the rules that the config names, with nothing observed yet. UserError for an unknown
     name and for a bad option.
     """
+    options = config.dataflow
     return Rules(
-        _make("prompt_filter", "prompt_filter", config),
-        _make("group_filter", "group_filter", config),
-        _make("selector", "selector", config),
-        _make("replay_selector", "selector", config),
+        _make("prompt_filter", options.prompt_filter, config),
+        _make("group_filter", options.group_filter, config),
+        _make("selector", options.selector, config),
+        _make("replay_selector", options.replay_selector, config),
     )
 
 
-def _make(key: str, kind: str, config: Config) -> Any:
-    name: str = getattr(config.dataflow, key)
+def _make(key: str, name: str, config: Config) -> Any:
+    kind = key.removeprefix("replay_")
     origin, group = f"dataflow.{key}={name!r}", f"flowtrain.{kind}s"
     built_in = plugins.built_in(group, "flowtrain.dataflow.rules", BUILT_IN[kind])
     found: Any = plugins.load(name, origin, kind.replace("_", " "), group, built_in)
