@@ -300,11 +300,11 @@ def test_the_policy_in_all_roles_runs_end_to_end(
     assert chats.metrics()["engines/policy/requests"] == 2 + 2 * 3 * (2 + 1), (
         "analyses, verdicts, answers; a malformed action has no command"
     )
-    command, result, _ = asyncio.run(
+    used, _, _ = asyncio.run(
         flow.executor.execute("q", Action("", "", "x", "Base_Generator"), 0, 30.0)
     )
-    assert command.startswith("No command found in: ")
-    assert result.error == "the executor wrote no command"
+    assert used is not None and not used.arguments
+    assert str(used.result.error).startswith("the executor wrote no command: ")
     assert asyncio.run(tools["Base_Generator"].execute(query="the area")), (
         "the tool's model is the policy, too"
     )

@@ -88,7 +88,7 @@ def test_the_tool_s_deadline_leaves_the_sandbox_alone_but_the_rollout_s_does_not
 
     async def main(num: int, left_s: float) -> list[str]:
         done = await asyncio.gather(*(executor.execute("?", action, 0, left_s) for _ in range(num)))
-        return [each.result.text for each in done]
+        return [each.tool_call.result.text for each in done if each.tool_call]
 
     assert asyncio.run(main(10, 60.0)) == ["1"] * 10
     assert asyncio.run(main(10, 0.1)) == ["Error: timed out after 0.1 s"] * 10
