@@ -22,6 +22,7 @@ from flowtrain.tasks.sets import task_set
 from flowtrain.tools import Tool, run_tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.types import Task
+from flowtrain.utils.loops import run_to_end
 
 SHARE_OF_GUESSES = 0.55  # of the calls; a guess ends a conversation, with what was guessed
 
@@ -41,7 +42,7 @@ def main(path: str, number: str = "20000") -> None:
         return await asyncio.gather(*shown)
 
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text("".join(f"{json.dumps(row)}\n" for row in asyncio.run(every())))
+    Path(path).write_text("".join(f"{json.dumps(row)}\n" for row in run_to_end(every())))
     for tool in tools.values():
         tool.close()
 

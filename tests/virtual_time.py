@@ -36,10 +36,11 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def clock() -> Iterator[Clock]:
-    """New event loops, and the clocks of the `time` module, are those of one virtual time."""
+    """New event loops, one per `run_to_end`, and the clocks of `time` have one virtual time."""
     shared = Clock()
     with (
         patch("asyncio.events.new_event_loop", lambda: _Loop(shared)),
+        patch("flowtrain.utils.loops._shared.run", lambda work, _: asyncio.run(work)),
         patch("time.monotonic", shared.read),
         patch("time.perf_counter", shared.read),
     ):

@@ -114,7 +114,8 @@ class Client:
     def _ask(self, name: str, request: Any = None) -> Any:
         deadline = time.monotonic() + self.wait_s
         try:
-            answer = self._thread.run(self._answer(name, request, deadline), deadline + _GRACE_S)
+            asked = self._answer(name, request, deadline)
+            answer = self._thread.run(asked, self.wait_s + _GRACE_S)
         except (Ended, TimeoutError):
             raise Unavailable(
                 f"{self.url}: nobody waits for an answer to {name} any longer"

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -25,14 +26,13 @@ from flowtrain.engines.special_tokens import broken_up
 from flowtrain.net.bodies import ACCEPT_ENCODING, BadBody, no_cookies, read_body, shown
 from flowtrain.net.retries import GaveUp, Transient, may_pass, retried, retry_after_s
 from flowtrain.types import UserError
+from flowtrain.utils.loops import run_to_end
 from flowtrain.utils.text import encodable
-from flowtrain.utils.threads import Ended, LoopThread
 
 T = TypeVar("T")
 _MAX_BYTES = 8 * 2**20
 """Longest reply, after decompression."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
-_GRACE_S = 1.0
 _CLOSE_S = 5.0
 _REFUSED = (401, 403, 404)
 """Status of a wrong key, model or address."""
@@ -45,9 +45,7 @@ class _Dead(Transient):
 
 
 class Endpoint:
-    """See `ChatEngine`. Its connections belong to the event loop of another thread, because every
-    `collect` makes a new loop.
-    """
+    """See `ChatEngine`."""
 
     def __init__(self, label: str, options: Chat) -> None:
         """`label` is its name in [engines]. Raises UserError for a missing key or model, and for a
@@ -71,7 +69,6 @@ class Endpoint:
             cookies=no_cookies(),
             timeout=None,
         )
-        self._thread = LoopThread(f"endpoint-{label}")
 
     async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
         """Raises EngineError, and UserError when ever since the start the endpoint has refused the
@@ -103,14 +100,14 @@ class Endpoint:
             return found
 
         try:
-            return await self._thread.call(self._reply(attempt, deadline), deadline + _GRACE_S)
-        except (TimeoutError, Ended, EngineError) as error:
+            return await self._reply(attempt, deadline)
+        except EngineError as error:
             self.meter.failures += 1
-            problem = str(error) if isinstance(error, EngineError) else "it did not answer in time"
-            raise EngineError(f"engines.{self._label}: {problem}") from error
+            raise EngineError(f"engines.{self._label}: {error}") from error
 
     def close(self) -> None:
-        self._thread.close(self._client.aclose, _CLOSE_S)
+        with suppress(TimeoutError):
+            run_to_end(self._client.aclose(), _CLOSE_S)
 
     def _body(self, prompt: str, seed: int) -> dict[str, object]:
         options = self._options
@@ -153,6 +150,8 @@ class Endpoint:
             print(f"waiting for {where}: {failure}", file=sys.stderr, flush=True)
 
     async def _attempt(self, url: str, body: dict[str, object]) -> bytes:
+        if self._client.is_closed:
+            raise EngineError("it is closed")
         timeout_s = self._options.timeout_s
         try:
             async with (

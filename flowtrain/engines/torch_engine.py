@@ -150,6 +150,10 @@ class TorchEngine:
         timer = loop.call_later(sampling.deadline_s, self._expire, request)
         try:
             return await request.answer
+        except asyncio.CancelledError:
+            if request in self._waiting:  # nobody listens any longer
+                self._waiting.remove(request)
+            raise
         finally:
             timer.cancel()
 

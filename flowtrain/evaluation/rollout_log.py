@@ -171,7 +171,12 @@ def ask(
                 trajectory = await roll_out(question.agent, question.task, question.seed)
                 if not trajectory.error:
                     trajectory = await score_one(trajectory, judge, functions, bounds)
-        await asyncio.to_thread(log.append, question, trajectory, usage)  # which waits for the disk
+        # In a thread, because it waits for the disk.
+        writing = asyncio.ensure_future(asyncio.to_thread(log.append, question, trajectory, usage))
+        try:
+            await asyncio.shield(writing)
+        finally:
+            await writing  # an interrupt waits, too
         progress.show(log.num_done, log.state())
 
     async def every_rollout() -> None:

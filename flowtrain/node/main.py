@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
@@ -10,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from flowtrain.config import Config
@@ -23,6 +23,7 @@ from flowtrain.node.progress import NodeProgress
 from flowtrain.node.setup import check, make_sampler, store_of
 from flowtrain.node.weight_syncer import PoliciesChanged, WeightSyncer
 from flowtrain.types import Outage, UserError
+from flowtrain.utils.loops import begin, first_of, run_to_end
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 10.0
 _ECHO_S = 2.0
@@ -95,7 +96,7 @@ def _serve(
             progress=NodeProgress(num_groups),
         )
         try:
-            return asyncio.run(_until_signalled(node))
+            return _until_signalled(node)
         finally:
             syncer.close()
 
@@ -117,10 +118,10 @@ def _wait_for_trainers(
     return locations
 
 
-async def _until_signalled(node: Node) -> int:
+def _until_signalled(node: Node) -> int:
     signalled_at = 0.0
 
-    def end() -> None:
+    def end(_number: int, _frame: FrameType | None) -> None:
         nonlocal signalled_at
         if signalled_at and time.monotonic() - signalled_at > _ECHO_S:
             os._exit(1)
@@ -128,20 +129,22 @@ async def _until_signalled(node: Node) -> int:
             notice = "giving leases back, pushing what is done (once more to end at once)"
             print(f"\n{notice}", file=sys.stderr, flush=True)
             signalled_at = time.monotonic()
-            node.stop()
+            begin(stop())
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end)
-    return await node.run()
+    async def stop() -> None:
+        node.stop()
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return run_to_end(node.run())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _cause(failures: ExceptionGroup[Any]) -> BaseException:
+def _cause(failures: ExceptionGroup[Any]) -> Exception:
     """Return the error that the user can act on, if the group has one, else the whole group."""
     for kinds in ((UserError, EngineError), (Refused, Unavailable)):
-        found: BaseException | None = failures.subgroup(kinds)
-        while isinstance(found, BaseExceptionGroup):
-            found = found.exceptions[0]
-        if found is not None:
+        if found := first_of(failures, *kinds):
             return found
     return failures

@@ -13,7 +13,6 @@ import inspect
 import logging
 import math
 import reprlib
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,8 +28,8 @@ from flowtrain.types import PolicyName, Task, Trajectory, UserError
 from flowtrain.types.checks import part_problem
 from flowtrain.utils import plugins
 from flowtrain.utils.errors import user_error
-from flowtrain.utils.per_loop import Gate
 from flowtrain.utils.text import encodable
+from flowtrain.utils.threads import LoopThread
 
 FAILURES = ("exception", "timeout", "value")
 """Why a function has failed a rollout, as `scored_by` has it at its end."""
@@ -41,6 +40,8 @@ MAX_LOST = 64
 thread can be ended from outside."""
 
 _MAX_ERROR = 300
+_loop = LoopThread("reward functions")
+"""Of async functions: one that blocks holds up no rollout."""
 _log = logging.getLogger(__name__)
 
 
@@ -89,7 +90,7 @@ class RewardFunctions:
     policies: tuple[PolicyName, ...]
     """Those of the run; a rollout's `reward` is that of the first."""
     functions: tuple[_Function, ...]
-    gate: Gate
+    gate: asyncio.Semaphore
     pool: BlockingPool
     """Threads of plain functions."""
     warned: set[str] = field(default_factory=set)
@@ -112,7 +113,7 @@ class RewardFunctions:
                 f"reward.function={twice[0].name!r}: another one is called {twice[0].part!r}, too"
             )
         pool = BlockingPool(MAX_CONCURRENCY + MAX_LOST, "reward")
-        return cls(options, policies, found, Gate(MAX_CONCURRENCY), pool)
+        return cls(options, policies, found, asyncio.Semaphore(MAX_CONCURRENCY), pool)
 
     @property
     def name(self) -> str:
@@ -138,7 +139,7 @@ class RewardFunctions:
         """
         if trajectory.error:
             return trajectory
-        async with self.gate():
+        async with self.gate:
             return await self._score(trajectory)
 
     async def _score(self, trajectory: Trajectory) -> Trajectory:
@@ -210,12 +211,15 @@ class RewardFunctions:
         """Call one function; return its parts."""
         arguments = trajectory.task, trajectory.answer, trajectory
         try:
-            if function.is_async:
-                attempt = _attempt_async(function, arguments)
-                running = asyncio.run_coroutine_threadsafe(attempt, _loop())
-                return await self._in_time(asyncio.wrap_future(running))
-            call = functools.partial(_attempt, function, arguments)
-            return await self._in_time(asyncio.ensure_future(self.pool.run(call)))
+            running: asyncio.Future[_Parts]
+            if function.name in SCORERS:
+                running = asyncio.ensure_future(_attempt_async(function, arguments))
+            elif function.is_async:
+                running = asyncio.wrap_future(_loop.start(_attempt_async(function, arguments)))
+            else:
+                call = functools.partial(_attempt, function, arguments)
+                running = asyncio.ensure_future(self.pool.run(call))
+            return await self._in_time(running)
         except _Failed as failed:
             text = f"reward function {function.name}: {failed}"
             raise _Failed(failed.reason, text) from failed
@@ -266,7 +270,7 @@ def _attempt(function: _Function, arguments: _Arguments) -> _Parts:
 
 
 async def _attempt_async(function: _Function, arguments: _Arguments) -> _Parts:
-    """Call an async function, in the loop of these."""
+    """Call an async function."""
     with _explained():
         return _parts(function, await function.call(*arguments))
 
@@ -322,14 +326,6 @@ async def _built_in(scorer: str, task: Task, answer: str, trajectory: Trajectory
     """Score as a built-in scorer does."""
     reward, _ = await by_rule(replace(task, scorer=scorer), answer)
     return reward
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """Start the event loop of async functions; it lives as long as the process."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="reward loop", daemon=True).start()
-    return loop
 
 
 def _load(name: str, weight: float) -> _Function:

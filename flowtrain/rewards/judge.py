@@ -15,8 +15,8 @@ from flowtrain.engines.protocol import EngineError
 from flowtrain.engines.special_tokens import LIKE_SPECIAL
 from flowtrain.rewards.judge_cache import JudgeCache
 from flowtrain.types import Task
-from flowtrain.utils.per_loop import Gate, Together
 from flowtrain.utils.text import THINK_END, encodable
+from flowtrain.utils.together import Together
 
 DEADLINE_S = 300.0
 """Seconds per question; without a verdict by then the rule's score stands."""
@@ -67,7 +67,7 @@ class Judge:
         self.mode = options.mode
         self._counts = Counter(asked=0, judged=0, new=0, malformed=0, failed=0)
         self._together = Together(self._judge)
-        self._gate = Gate(_MAX_CONCURRENCY)
+        self._gate = asyncio.Semaphore(_MAX_CONCURRENCY)
 
     async def judge(self, task: Task, answer: str) -> bool | None:
         """Decide whether a final answer is right; None where the judge gives no verdict. Equal ones
@@ -88,7 +88,7 @@ class Judge:
         if known is not None:
             return [known]
         self._counts["new"] += 1
-        async with self._gate():
+        async with self._gate:
             return [await self._ask(prompt)]
 
     async def _ask(self, prompt: str) -> bool | None:

@@ -41,12 +41,14 @@ def score(
     bounds: Reward | None = None,
 ) -> list[Group]:
     """Return the groups with `reward` and `scored_by` of every trajectory filled, as `score_one`
-    does it. Must not be called where an event loop runs.
+    does it, and with ExceptionGroup for unforeseen failures. Not for callers on the event loop.
     """
 
     async def all_of_them() -> list[Trajectory]:
         each = [t for group in groups for t in group.trajectories]
-        return await asyncio.gather(*(score_one(t, judge, functions, bounds) for t in each))
+        async with asyncio.TaskGroup() as running:
+            scored = [running.create_task(score_one(t, judge, functions, bounds)) for t in each]
+        return [task.result() for task in scored]
 
     rest = iter(run_to_end(all_of_them()))
     return [

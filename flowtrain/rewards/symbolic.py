@@ -21,7 +21,7 @@ from flowtrain.rewards.statements import Numbers, is_same
 from flowtrain.tools.sandbox import make_checker_sandbox
 from flowtrain.tools.sandbox.host import ProcessSandbox
 from flowtrain.types import Task
-from flowtrain.utils.per_loop import Together
+from flowtrain.utils.together import Together
 
 SCORER = "math"
 """The scorer whose 0 math-verify may overrule."""

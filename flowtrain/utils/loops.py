@@ -1,39 +1,47 @@
-"""Run a coroutine to its end on a loop of its own; what comes out is what the caller can use."""
+"""The event loop of this process, on which all rollouts and their clients live."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from flowtrain.types import UserError
+from flowtrain.utils.threads import LoopThread
 
 T = TypeVar("T")
+_shared = LoopThread("event loop")
+_call: ContextVar[object] = ContextVar("call", default=None)
 
 
-def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on a new event loop; among its failures a UserError comes first."""
+def run_to_end(work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+    """Run a coroutine on the event loop of this process and wait for it, on any other thread; among
+    its failures a UserError comes first.
+
+    Ctrl-C and `timeout_s` are those of `LoopThread.run`.
+    """
+    _call.set(object())  # its tasks inherit that
     try:
-        with asyncio.Runner() as runner:
-            runner.get_loop().set_exception_handler(_unless_interrupted)
-            return runner.run(work)
+        return _shared.run(work, timeout_s)
     except ExceptionGroup as failures:
-        if mistake := next(user_errors(failures), None):
+        if mistake := first_of(failures, UserError):
             raise mistake from None
         raise
 
 
-def _unless_interrupted(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # A signal amid a task's step is raised to the caller and kept by the task as well, which then
-    # complains that nobody asked for it.
-    if not isinstance(context.get("exception"), KeyboardInterrupt):
-        loop.default_exception_handler(context)
+def begin(work: Coroutine[Any, Any, Any]) -> None:
+    """Begin a coroutine on the event loop of this process, without waiting for it."""
+    _shared.start(work)
 
 
-def user_errors(failures: BaseExceptionGroup[BaseException]) -> Iterator[UserError]:
-    """Yield the UserErrors among the failures of a task group."""
-    for failure in failures.exceptions:
-        if isinstance(failure, BaseExceptionGroup):
-            yield from user_errors(failure)
-        elif isinstance(failure, UserError):
-            yield failure
+def current_call() -> object:
+    """Return what stands for the call of `run_to_end` that the caller is part of."""
+    return _call.get()
+
+
+def first_of(failures: ExceptionGroup[Any], *kinds: type[Exception]) -> Exception | None:
+    """Return the first exception of these kinds among the failures of a task group."""
+    found: Any = failures.subgroup(kinds)
+    while isinstance(found, ExceptionGroup):
+        found = found.exceptions[0]
+    return found

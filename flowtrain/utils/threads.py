@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_LAST_S = 1.0
+"""Seconds for the tasks that the end of the process cancels."""
 
 
 class Ended(Exception):
@@ -18,17 +21,14 @@ class Ended(Exception):
 
 
 class LoopThread:
-    """An event loop on a thread of its own, for connection pools and engines, which outlive the
-    loops of their callers.
-    """
+    """An event loop on a thread of its own, which starts with the first call."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come in between
         self._is_ending = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
 
     async def call(self, coroutine: Coroutine[Any, Any, T], deadline: float) -> T:
         """Run a coroutine on the loop, with the caller's context variables, and return its result.
@@ -36,17 +36,33 @@ class LoopThread:
         Raises TimeoutError at `deadline` (of time.monotonic()), and Ended when the loop has ended
         or ends meanwhile.
         """
-        return await within(self._start(coroutine), deadline)
+        return await within(self.start(coroutine), deadline)
 
-    def run(self, coroutine: Coroutine[Any, Any, T], deadline: float) -> T:
-        """Do as `call` for a caller without a loop."""
-        answer = self._start(coroutine)
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Do as `call` for a caller on another thread.
+
+        Ctrl-C cancels the coroutine and waits for its end; a second one does not wait, nor does the
+        TimeoutError after `timeout_s`.
+        """
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("the event loop would wait for itself: use await")
+        tasks: list[asyncio.Task[Any]] = []
+
+        async def watched() -> T:
+            tasks.extend(asyncio.all_tasks() & {asyncio.current_task()})
+            return await coroutine
+
         try:
-            return answer.result(max(0.0, deadline - time.monotonic()))
-        except CancelledError:
+            return self.start(watched()).result(timeout_s)
+        except (CancelledError, Ended):
+            coroutine.close()  # it may not have begun
             raise Ended("its thread has ended") from None
-        finally:
-            answer.cancel()  # it took too long, or Ctrl-C came; else this does nothing
+        except BaseException as error:  # the coroutine's own, or a signal's
+            ended = self.start(cancel(tasks))
+            if not isinstance(error, TimeoutError):
+                ended.result()
+            raise
 
     def stop(self, last: Callable[[], Awaitable[None]]) -> None:
         """Take no more calls, run `last` and end, without waiting for it; a second call does
@@ -61,7 +77,8 @@ class LoopThread:
         self.stop(last)
         self._thread.join(timeout_s)
 
-    def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the loop, with the caller's context variables. Raises Ended."""
         with self._lock:
             return self._begin(coroutine)
 
@@ -69,7 +86,23 @@ class LoopThread:
         if self._is_ending:
             coroutine.close()
             raise Ended("its thread has ended")
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread.start()
+            atexit.register(self._leave, self._loop)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _leave(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Cancel what the end of the process finds under way, so that it can clean up and nothing
+        complains.
+        """
+
+        async def leave() -> None:
+            await cancel(asyncio.all_tasks() - {asyncio.current_task()})
+
+        loop.set_exception_handler(lambda *_: None)
+        with contextlib.suppress(Ended, TimeoutError):
+            self.run(leave(), _LAST_S)
 
     async def _end(self, last: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -78,8 +111,20 @@ class LoopThread:
             self._stop.set()
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._stop.wait())
+        loop = self._loop
+        assert loop is not None
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            while not self._stop.is_set():
+                # What ends a task is for those who wait for it, not for this thread.
+                with contextlib.suppress(asyncio.CancelledError, SystemExit, KeyboardInterrupt):
+                    runner.run(self._stop.wait())
+
+
+async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait for their ends."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def background(call: Callable[[], T], name: str) -> Future[T]:

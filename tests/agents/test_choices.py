@@ -12,6 +12,7 @@ from test_llm_flow import ROLES, llm_flow, role_of
 from test_single_turn import agent
 
 from flowtrain.types import Task
+from flowtrain.utils.loops import run_to_end
 
 OPTIONS = ("Rome", "Oslo")
 LETTERED = "Which is the capital of Norway?\nA. Rome\nB. Oslo"
@@ -56,7 +57,7 @@ CHOICE = task("Which is the capital of Norway?")
 
 def test_every_module_of_agentflow_reads_them() -> None:
     with llm_flow({}) as (flow, server, engine):
-        asyncio.run(flow.run(CHOICE, 5))
+        run_to_end(flow.run(CHOICE, 5))
     prompts = [*server.prompts, *engine.prompts]
     assert {role_of(prompt) for prompt in prompts} == set(ROLES)
     for prompt in prompts:

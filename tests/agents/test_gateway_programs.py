@@ -211,21 +211,21 @@ def test_only_so_many_commands_run_at_a_time(tmp_path: Path) -> None:
 def test_an_async_function_runs_on_a_loop_that_lives_on(tmp_path: Path) -> None:
     source = """
 import asyncio
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAI
 loops = set()
 
 async def solve(task, base_url, api_key):
     loops.add(asyncio.get_running_loop())
+    asked = {"model": "x", "messages": [{"role": "user", "content": task.question}]}
+    OpenAI(base_url=base_url, api_key=api_key).chat.completions.create(**asked)  # and it may block
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        messages = [{"role": "user", "content": task.question}]
-        ask = client.chat.completions.create
-        replies = await asyncio.gather(*(ask(model="x", messages=messages) for _ in range(2)))
+        replies = await asyncio.gather(*(client.chat.completions.create(**asked) for _ in "ab"))
     return f"{len(loops)} {sorted(each.choices[0].message.content for each in replies)}"
 """
-    with function_agent(tmp_path, source, logging_engine("a", "b", "c", "d")) as agent:
+    with function_agent(tmp_path, source, logging_engine(*"xabycd")) as agent:
         assert roll_out(agent).answer == "1 ['a', 'b']"
         trajectory = roll_out(agent)
-    assert trajectory.answer == "1 ['c', 'd']" and len(trajectory.turns) == 2
+    assert trajectory.answer == "1 ['c', 'd']" and len(trajectory.turns) == 3
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])

@@ -32,6 +32,7 @@ from flowtrain.engines.endpoint import Endpoint
 from flowtrain.rewards import score
 from flowtrain.tools import Parameter, ToolCard, schema_of
 from flowtrain.types import Action, Group, Sample, Task, Trajectory, Turn, UserError, Verdict
+from flowtrain.utils.loops import run_to_end
 
 SECRET = re.compile(r"SECRET-\d+-END")
 ROLES = {
@@ -143,7 +144,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(flow: Flow, task: Task = TASK, seed: int = 5) -> Trajectory:
-    return asyncio.run(flow.run(task, seed))
+    return run_to_end(flow.run(task, seed))
 
 
 def run_with(**script: Callable[[str], Response | str]) -> tuple[Trajectory, ChatServer]:
@@ -425,6 +426,6 @@ def test_results_are_data() -> None:
     task, memory = Task("t", odd, ("a",)), Memory((MemoryEntry("Wiki", odd, odd, odd),), odd)
     assert FullPrompt([Tool(CARD, find)]).render(Moment(task, memory)).count(part) == 5
     with llm_flow({}) as (flow, server, _):
-        asyncio.run(flow.generator.answer(task, memory, 0, 5.0))
-        asyncio.run(flow.verifier.verify(task, memory, 0, 5.0))
+        run_to_end(flow.generator.answer(task, memory, 0, 5.0))
+        run_to_end(flow.verifier.verify(task, memory, 0, 5.0))
     assert [prompt.count(part) for prompt in server.prompts] == [5, 5]

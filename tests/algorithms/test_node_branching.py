@@ -29,6 +29,7 @@ from flowtrain.training import attention
 from flowtrain.training import model as models
 from flowtrain.training.row_loss import score_row
 from flowtrain.types import BranchPoint, Group, Sample, Sampling, UserError
+from flowtrain.utils.loops import run_to_end
 from flowtrain.weights import Publisher, WeightStore
 from tests.chat_servers import ChatServer, chat_server
 
@@ -92,7 +93,7 @@ def roll_out(engine: TorchEngine) -> Group:
 
     numbered = [(seed, prompt) for seed in range(2) for prompt in PROMPTS]
     turns = []
-    for (_, prompt), done in zip(numbered, asyncio.run(together()), strict=True):
+    for (_, prompt), done in zip(numbered, run_to_end(together()), strict=True):
         said = make.call(
             done.ids, prompt, done.logprobs, spans=done.spans, entropies=done.entropies
         )
@@ -110,7 +111,7 @@ def on_a_node(
     config: Config, path: str, roots: Group, engine: Scorer, reference: Scorer | None = None
 ) -> list[BranchPoint]:
     sampler = NodeSampler(models.load_tokenizer(path), 280, engine, reference)
-    return asyncio.run(load_algorithm(config).node_points(roots, 0, sampler))
+    return run_to_end(load_algorithm(config).node_points(roots, 0, sampler))
 
 
 def synchronous(
@@ -211,18 +212,18 @@ def test_the_engine_scores_as_it_samples(engine: TorchEngine, start: PreTrainedM
     """Whatever shares a pass; at other temperatures; and it samples as before afterwards."""
     roots = roll_out(engine)
     samples = samples_of(roots)
-    version, together = asyncio.run(engine.score(samples, 1.0))
+    version, together = run_to_end(engine.score(samples, 1.0))
     assert version == 0
     for sample, found in zip(samples, together, strict=True):
         assert found == pytest.approx(sample.logprobs, abs=1e-5)
-        _, (alone,) = asyncio.run(engine.score([sample], 0.5))
+        _, (alone,) = run_to_end(engine.score([sample], 0.5))
         ids = [*sample.prompt_ids, *sample.response_ids]
         with torch.no_grad():
             logits = start(torch.tensor([ids])).logits[0, len(sample.prompt_ids) - 1 : -1] / 0.5
         truth = logits.log_softmax(-1).gather(1, torch.tensor([sample.response_ids]).T)[:, 0]
         assert alone == pytest.approx(truth.tolist(), abs=1e-4)
     assert roll_out(engine) == roots
-    assert asyncio.run(engine.score([], 1.0)) == (0, [])
+    assert run_to_end(engine.score([], 1.0)) == (0, [])
 
 
 def scorer_of(server: ChatServer) -> tuple[Endpoint, EndpointScorer]:
@@ -275,7 +276,7 @@ def test_an_endpoint_that_does_not_score_is_an_error(told: object, why: str) -> 
     with chat_server(lambda body: JSONResponse(told)) as server:
         endpoint, scorer = scorer_of(server)
         with pytest.raises(EngineError, match=rf"^engines.scorer: .*{why}"):
-            asyncio.run(scorer.score([Sample((5, 6), (7,), (-1.0,), (0.0,), (0.0,))], 1.0))
+            run_to_end(scorer.score([Sample((5, 6), (7,), (-1.0,), (0.0,), (0.0,))], 1.0))
         endpoint.close()
 
 

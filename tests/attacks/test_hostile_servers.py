@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 import random
@@ -27,6 +26,7 @@ from flowtrain.tools.web.fetch import Fetcher
 from flowtrain.tools.web.providers import HITS, hits
 from flowtrain.tools.wikipedia_search import _wiki_pages
 from flowtrain.types import UserError
+from flowtrain.utils.loops import run_to_end
 from tests.attacks import raw_server as raw
 from tests.attacks.hostile_answers import BODIES, FIELDS, VALUES, composed
 from tests.attacks.raw_server import RawServer, whole
@@ -58,28 +58,28 @@ async def _resolve(host: str, port: int) -> list[str]:
 
 def read_page(server: RawServer) -> object:
     fetcher = Fetcher(Rules((server.port,), allow_private=True), _resolve, MAX_BYTES)
-    return asyncio.run(fetcher.fetch(server.url, DEADLINE_S))
+    return run_to_end(fetcher.fetch(server.url, DEADLINE_S))
 
 
 def search(server: RawServer) -> object:
-    answer = asyncio.run(Api().ask(Request(server.url), DEADLINE_S))
+    answer = run_to_end(Api().ask(Request(server.url), DEADLINE_S))
     return hits(answer, *HITS["serper"])
 
 
 def ask_wiki(server: RawServer) -> object:
-    return _wiki_pages(asyncio.run(Api().ask(Request(server.url), DEADLINE_S)))
+    return _wiki_pages(run_to_end(Api().ask(Request(server.url), DEADLINE_S)))
 
 
 def embed(server: RawServer) -> object:
     embedder = Embedder("e", Chat(base_url=server.url, model="m", api_key_env=""))
-    return asyncio.run(embedder.rank("one", ["two"], 1, DEADLINE_S))
+    return run_to_end(embedder.rank("one", ["two"], 1, DEADLINE_S))
 
 
 def ask_model(server: RawServer) -> object:
     options = Chat(base_url=server.url, model="m", api_key_env="", max_retries=0)
     model = Endpoint("e", options)
     try:
-        reply = asyncio.run(model.ask("x", deadline_s=DEADLINE_S))
+        reply = run_to_end(model.ask("x", deadline_s=DEADLINE_S))
         json.dumps(model.meter.metrics(), allow_nan=False)
         reply.encode()
         return reply
@@ -159,7 +159,7 @@ def test_no_cookie_is_kept(server: RawServer, tally: Tally) -> None:
     options = Chat(base_url=server.url, model="m", api_key_env="", max_retries=0)
     model = Endpoint("e", options)
     with pytest.raises(EngineError):
-        asyncio.run(model.ask("x", deadline_s=20.0))
+        run_to_end(model.ask("x", deadline_s=20.0))
     num_kept = len(list(model._client.cookies.jar))
     model.close()
     tally.add(surface("model"), 1, num_kept)

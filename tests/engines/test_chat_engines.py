@@ -27,6 +27,7 @@ from flowtrain.engines.torch_engine import TorchEngine
 from flowtrain.tools.base_generator import BaseGenerator
 from flowtrain.training import model as models
 from flowtrain.types import Action, FinishReason, Task, UserError, Verdict
+from flowtrain.utils.loops import run_to_end
 
 CPU = torch.device("cpu")
 TEXTS = ("You write the final answer. Steps so far, question, tools: the area of Chad",)
@@ -95,7 +96,7 @@ def test_roles_that_name_the_same_engine_share_it(tokenizer: PreTrainedTokenizer
     assert set(chats.metrics()) >= {"engines/a/requests", "engines/b/cost"}
     chats.close()
     with pytest.raises(EngineError):
-        asyncio.run(chats.roles["verifier"].ask("x"))
+        run_to_end(chats.roles["verifier"].ask("x"))
 
 
 @pytest.mark.parametrize(
@@ -167,16 +168,15 @@ def test_a_frozen_model_in_this_process(folder: str, tokenizer: PreTrainedTokeni
     async def twice() -> list[str]:
         return list(await asyncio.gather(chat.ask("the area"), chat.ask("the area", seed=5)))
 
-    first, second = asyncio.run(twice())
+    first, second = run_to_end(twice())
     assert first == second != "", "at temperature 0 the seed does not matter"
-    assert asyncio.run(chat.ask("the area")) == first, "in another event loop, too"
     assert folder in chat.name and "temperature 0" in chat.name
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "the area"}], tokenize=True, add_generation_prompt=True
     )["input_ids"]
     metrics = chats.metrics()
     found = (metrics["engines/a/requests"], metrics["engines/a/prompt_tokens"])
-    assert found == (3, 3 * len(prompt))
+    assert found == (2, 2 * len(prompt))
     assert metrics["engines/a/cost"] == pytest.approx(metrics["engines/a/reply_tokens"] / 1e6) != 0
     chats.close()
 
@@ -189,9 +189,7 @@ def test_seeds_matter_above_temperature_0(folder: str, tokenizer: PreTrainedToke
         ),
         tokenizer,
     )
-    replies = [
-        asyncio.run(chats.roles["verifier"].ask("the area", seed=seed)) for seed in (1, 2, 1)
-    ]
+    replies = [run_to_end(chats.roles["verifier"].ask("the area", seed=seed)) for seed in (1, 2, 1)]
     assert replies[0] == replies[2] != replies[1]
     chats.close()
 
@@ -211,10 +209,10 @@ def test_long_prompts_shorten_the_reply_or_fail(
             )
         )
     )
-    asyncio.run(chat.ask("7" * ((policy.max_tokens - empty) // length - 2)))
+    run_to_end(chat.ask("7" * ((policy.max_tokens - empty) // length - 2)))
     assert chats.metrics()["engines/policy/reply_tokens"] <= 2
     with pytest.raises(EngineError, match="does not fit into 4096"):
-        asyncio.run(chat.ask("7" * policy.max_tokens))
+        run_to_end(chat.ask("7" * policy.max_tokens))
     assert chats.metrics()["engines/policy/failures"] == 1
 
 
@@ -224,7 +222,7 @@ def test_an_incomplete_reply_is_an_error(
     chats = start(config({"verifier": "policy"}), tokenizer)
     chats.bind(policy)
     with pytest.raises(EngineError, match="no whole reply within 0 s"):
-        asyncio.run(chats.roles["verifier"].ask("the area", deadline_s=0.0))
+        run_to_end(chats.roles["verifier"].ask("the area", deadline_s=0.0))
 
 
 def test_a_frozen_model_loads_no_version(policy: TorchEngine) -> None:
@@ -261,7 +259,7 @@ def test_close_leaves_the_policys_engine_open(
     chats.bind(policy)
     assert "version 3" in chats.roles["tools"].name
     chats.close()
-    assert asyncio.run(chats.roles["tools"].ask("still there"))
+    assert run_to_end(chats.roles["tools"].ask("still there"))
 
 
 def test_the_policy_in_all_roles_runs_end_to_end(
@@ -300,12 +298,12 @@ def test_the_policy_in_all_roles_runs_end_to_end(
     assert chats.metrics()["engines/policy/requests"] == 2 + 2 * 3 * (2 + 1), (
         "analyses, verdicts, answers; a malformed action has no command"
     )
-    used, _, _ = asyncio.run(
+    used, _, _ = run_to_end(
         flow.executor.execute("q", Action("", "", "x", "Base_Generator"), 0, 30.0)
     )
     assert used is not None and not used.arguments
     assert str(used.result.error).startswith("the executor wrote no command: ")
-    assert asyncio.run(tools["Base_Generator"].execute(query="the area")), (
+    assert run_to_end(tools["Base_Generator"].execute(query="the area")), (
         "the tool's model is the policy, too"
     )
     again = collect(flow, [groups[0].trajectories[0].task], group_size=3, seed=1)
@@ -340,7 +338,7 @@ def test_a_frozen_model_replies_the_same_in_vllm(tmp_path_factory: pytest.TempPa
         chats = start(
             config({"verifier": "a"}, {"a": options}, vllm={"kv_cache_gb": 0.125}), tokenizer
         )
-        replies[kind] = asyncio.run(chats.roles["verifier"].ask("the area"))
+        replies[kind] = run_to_end(chats.roles["verifier"].ask("the area"))
         assert chats.metrics()["engines/a/reply_tokens"] > 0
         chats.close()
     assert replies["torch"] == replies["vllm"] != ""

@@ -19,6 +19,7 @@ from flowtrain.engines import endpoint as module
 from flowtrain.engines.endpoint import Endpoint
 from flowtrain.engines.protocol import EngineError
 from flowtrain.types import UserError
+from flowtrain.utils.loops import run_to_end
 
 OK = http(json.dumps(reply("fine")).encode())
 
@@ -44,7 +45,7 @@ def ask(
     server: ChatServer, prompt: str = "Hello?", deadline_s: float = 20.0, **changes: Any
 ) -> str:
     with closing(Endpoint("frozen", options(server, **changes))) as engine:
-        return asyncio.run(engine.ask(prompt, seed=2**40 + 7, deadline_s=deadline_s))
+        return run_to_end(engine.ask(prompt, seed=2**40 + 7, deadline_s=deadline_s))
 
 
 def refusal(serving: Any, kind: type[Exception] = EngineError, **how: Any) -> tuple[str, int]:
@@ -107,8 +108,7 @@ def test_plain_texts_and_our_own_tags_are_sent_as_they_are() -> None:
     assert body["messages"][0]["content"] == text.replace("[A]", "[a]").replace("<2>", "< 2 >")
 
 
-def test_event_loops_share_one_connection() -> None:
-    """Every `collect` makes a new loop."""
+def test_calls_in_a_row_share_one_connection() -> None:
     peers = set()
 
     def script(body: dict[str, Any]) -> str:
@@ -116,7 +116,7 @@ def test_event_loops_share_one_connection() -> None:
 
     with opened(chat_server(script)) as (_, engine):
         for word in ("one", "two", "three"):
-            assert asyncio.run(engine.ask(word)) == word.upper()
+            assert run_to_end(engine.ask(word)) == word.upper()
             peers |= {id(connection) for connection in engine._client._transport._pool.connections}
     assert len(peers) == 1, "the connection was kept"
 
@@ -124,7 +124,7 @@ def test_event_loops_share_one_connection() -> None:
 def test_the_meter_counts_what_the_endpoint_says() -> None:
     prices = {"price_in": 2.0, "price_out": 10.0}
     with opened(chat_server(lambda body: "two words"), **prices) as (_, engine):
-        asyncio.run(_all(engine, 3, "one two three"))
+        run_to_end(_all(engine, 3, "one two three"))
     assert engine.meter.metrics() == {
         "requests": 3,
         "retries": 0,
@@ -146,7 +146,7 @@ async def _all(
 def test_no_more_requests_than_allowed_are_under_way(most: int) -> None:
     serving = chat_server(lambda body: "ok", wait=lambda: asyncio.sleep(0.01))
     with opened(serving, max_concurrency=most) as (server, engine):
-        assert asyncio.run(_all(engine, 12)) == ["ok"] * 12
+        assert run_to_end(_all(engine, 12)) == ["ok"] * 12
     assert server.most == most
 
 
@@ -160,7 +160,7 @@ def test_hundreds_wait_at_the_same_time() -> None:
         await asyncio.wait_for(arrived.wait(), 20)
 
     with opened(chat_server(lambda body: "ok", wait=wait), max_concurrency=200) as (server, engine):
-        assert asyncio.run(_all(engine, 200)) == ["ok"] * 200
+        assert run_to_end(_all(engine, 200)) == ["ok"] * 200
     assert server.most == 200
 
 
@@ -227,9 +227,9 @@ def test_a_server_that_never_was_there_is_the_users_mistake(
 def test_a_server_that_went_away_is_an_error() -> None:
     with raw_server(OK) as server:
         engine = Endpoint("frozen", options(server, max_retries=0))
-        asyncio.run(engine.ask("?"))
+        run_to_end(engine.ask("?"))
     with closing(engine), pytest.raises(EngineError, match="ConnectError"):
-        asyncio.run(engine.ask("?"))
+        run_to_end(engine.ask("?"))
 
 
 def test_a_slow_attempt_is_retried() -> None:
@@ -259,7 +259,7 @@ def test_waiting_for_a_free_slot_counts_towards_the_deadline() -> None:
         return await first
 
     with opened(chat_server(lambda body: "late", wait=gate), max_concurrency=1) as (server, engine):
-        assert asyncio.run(scenario(engine)) == "late"
+        assert run_to_end(scenario(engine)) == "late"
     assert (engine.meter.failures, len(server.asked)) == (3, 1)
 
 
@@ -271,7 +271,7 @@ def test_a_cancelled_request_frees_its_slot() -> None:
 
     serving = chat_server(lambda body: "fine", wait=slow_at_first())
     with opened(serving, max_concurrency=1) as (_, engine):
-        assert asyncio.run(impatient(engine)) == "fine"
+        assert run_to_end(impatient(engine)) == "fine"
 
 
 # ---- what does not pass
@@ -328,9 +328,9 @@ def test_a_wrong_key_or_model_is_a_user_error_until_the_first_reply(code: int) -
     assert re.match(rf"engines\.frozen: .*/v1.* HTTP {code} to model 'm'", said)
     answers = iter(["fine"])
     with opened(chat_server(lambda body: next(answers, None) or status(code))) as (_, engine):
-        assert asyncio.run(engine.ask("x")) == "fine"
+        assert run_to_end(engine.ask("x")) == "fine"
         with pytest.raises(EngineError, match=f"HTTP {code}"):
-            asyncio.run(engine.ask("x"))
+            run_to_end(engine.ask("x"))
 
 
 @pytest.mark.parametrize("key", [None, "", "  ", "sch\u00f6n", "a\nb"])
@@ -370,5 +370,5 @@ def test_a_closed_engine_raises_at_once() -> None:
     with chat_server(lambda body: "ok") as server:
         engine = Endpoint("frozen", options(server))
         engine.close()
-        with pytest.raises(EngineError, match="did not answer"):
-            asyncio.run(engine.ask("x"))
+        with pytest.raises(EngineError, match="it is closed"):
+            run_to_end(engine.ask("x"))

@@ -681,9 +681,3 @@ def test_a_cancelled_request_does_not_break_the_others(
         assert len((await engine.generate(*requests_of(1)[0])).ids) == 2
 
     run(scenario())
-
-
-def test_an_engine_outlives_event_loops(engine: TorchEngine) -> None:
-    """Every step of training runs its rollouts in a loop of its own."""
-    first, second = generate(engine, requests_of(2)), generate(engine, requests_of(2))
-    assert first == second

@@ -52,7 +52,7 @@ from flowtrain.types import (
     UserError,
     Verdict,
 )
-from flowtrain.utils.loops import user_errors
+from flowtrain.utils.loops import first_of
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.weights import StoreError
 
@@ -402,30 +402,21 @@ def test_a_node_ends_after_many_failures_in_a_row(ledger: Ledger, nodes: Nodes) 
     with pytest.raises(ExceptionGroup) as caught:
         run(nodes.make(rollout))
     told = "work items in a row could not be done; the last: KeyError"
-    assert told in str(next(user_errors(caught.value)))
+    assert told in str(first_of(caught.value, UserError))
     assert work_items(ledger)["leased"] == 0
 
 
-@dataclass
-class RefusingDataflow:
-    """A dataflow that refuses the groups of some work items."""
-
-    inner: Ledger
-    refused: tuple[int, ...] = ()
-
-    def push(self, request: Push) -> Pushed:
-        if request.work_item in self.refused:
-            raise Refused("malformed group: it is too long")
-        return self.inner.push(request)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-
 def test_a_refused_group_is_released_and_the_node_goes_on(
-    ledger: Ledger, caplog: pytest.LogCaptureFixture
+    ledger: Ledger, nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    nodes = Nodes(RefusingDataflow(ledger, (2,)))
+    push = ledger.push
+
+    def picky(request: Push) -> Pushed:
+        if request.work_item == 2:
+            raise Refused("malformed group: it is too long")
+        return push(request)
+
+    ledger.push = picky
     assert run(nodes.make(soon, num_groups=6)) == [6]
     assert work_items(ledger)["committed"] == 6
     assert work_items(ledger)["failed"] == 1, "after three attempts"
@@ -515,32 +506,20 @@ def test_leases_are_renewed_during_long_rollouts(
     ledger: Ledger, nodes: Nodes, clock: Clock
 ) -> None:
     """Ten times as long as a lease lasts."""
-    go_on = asyncio.Event()
+    renewals, renew = [], ledger.renew
 
     async def rollout(task: Task, seed: int) -> Trajectory:
-        await go_on.wait()
+        await until(lambda: len(renewals) > 10)
         return trajectory(task, seed)
-
-    node = nodes.make(rollout, max_in_flight=G, num_groups=1)
-    renewals = []
-    renew = ledger.renew
 
     def counted(request: Any) -> Any:
         answer = renew(request)
         clock.now += 0.2  # of 0.3
         renewals.append(request.work_items)
-        if len(renewals) > 10:
-            node._loop_of_the_test.call_soon_threadsafe(go_on.set)
         return answer
 
     ledger.renew = counted
-
-    async def main() -> int:
-        async with asyncio.timeout(30):
-            node._loop_of_the_test = asyncio.get_running_loop()
-            return await node.run()
-
-    assert asyncio.run(main()) == 1
+    assert run(nodes.make(rollout, max_in_flight=G, num_groups=1)) == [1]
     assert set(renewals) == {((1, 1),)}
     life = nodes.join("b")._request.life
     (lease,) = ledger.lease(LeaseRequest("b", life, 1)).leases
@@ -676,7 +655,7 @@ def test_first_weights_that_do_not_come_end_the_node(
     syncer = make_syncer(Engine(error=error), Store(store), patience_s=0.05)
     with pytest.raises(ExceptionGroup) as caught:
         run_beside(syncer, lambda: asyncio.sleep(3600))
-    found = str(next(user_errors(caught.value)))
+    found = str(first_of(caught.value, UserError))
     assert found.startswith(f"{text}, after dataflow.wait_s=0.05 seconds")
 
 

@@ -93,7 +93,7 @@ def test_exception_reaches_caller_and_thread_survives() -> None:
     asyncio.run(main())
 
 
-def test_it_works_on_one_loop_after_another_until_it_is_closed() -> None:
+def test_it_works_until_it_is_closed() -> None:
     pool = BlockingPool(2)
     assert [asyncio.run(pool.run(lambda n=n: n * n)) for n in range(4)] == [0, 1, 4, 9]
     pool.close()

@@ -25,6 +25,7 @@ from flowtrain.config.options import parse
 from flowtrain.tools import Tool, run_tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.types import Action, ToolResult, UserError
+from flowtrain.utils.loops import run_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = [sys.executable, str(ROOT / "examples" / "mcp_server.py")]
@@ -61,7 +62,7 @@ def echo(tmp_path: Path, word: str, **options: Any) -> Iterator[Tool]:
 
 
 def call(tool: Tool, timeout_s: float = 60.0, max_chars: int = 400, **given: object) -> ToolResult:
-    return asyncio.run(run_tool(tool, given, timeout_s, max_chars))
+    return run_to_end(run_tool(tool, given, timeout_s, max_chars))
 
 
 def call_together(tool: Tool, *queries: str) -> list[ToolResult]:
@@ -69,7 +70,7 @@ def call_together(tool: Tool, *queries: str) -> list[ToolResult]:
         each = (run_tool(tool, {"query": query}, 60.0, 400) for query in queries)
         return await asyncio.gather(*each)
 
-    return asyncio.run(many())
+    return run_to_end(many())
 
 
 def starts(tmp_path: Path) -> list[int]:
@@ -120,7 +121,7 @@ def test_the_example_works_over_both_transports(transport: str) -> None:
             ('{"numbers": [1, 2], "times": 3}', "areas.total", "9"),
         ):
             action = Action("", "", sub_goal, name)
-            used, _, _ = asyncio.run(executor.execute("q", action, 0, 30.0))
+            used, _, _ = run_to_end(executor.execute("q", action, 0, 30.0))
             assert used is not None and (used.result.output, used.result.error) == (found, None)
 
 
@@ -130,8 +131,7 @@ def test_the_example_works_over_both_transports(transport: str) -> None:
 def test_rollouts_share_one_process_which_ends_with_the_last_tool(tmp_path: Path) -> None:
     with echo(tmp_path, "good") as tool:
         numbers = [*map(str, range(50))]
-        for _ in range(2):  # one event loop after another
-            assert [result.output for result in call_together(tool, *numbers)] == numbers
+        assert [result.output for result in call_together(tool, *numbers)] == numbers
         (pid,) = starts(tmp_path)
         assert not is_gone(pid)
     assert is_gone(pid)

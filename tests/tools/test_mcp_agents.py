@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from flowtrain.setup.components import RunComponents
 from flowtrain.tools.registry import make_tools
 from flowtrain.training.world import World
 from flowtrain.types import Task, UserError
+from flowtrain.utils.loops import run_to_end
 from tests.agents.chat_templates import styled
 
 HAND = Path(__file__).parent / "mcp_by_hand.py"
@@ -48,7 +48,7 @@ def test_the_agent_tools_calls_one(tmp_path: Path) -> None:
     policy = make_policy(config, "planner", engine, qwen)
     agent = ToolCallingAgent(AgentContext(config, {"planner": policy}, tools, {}, 3))
     try:
-        done = asyncio.run(agent.run(Task("t", "Say Mali.", ("Mali",)), 1))
+        done = run_to_end(agent.run(Task("t", "Say Mali.", ("Mali",)), 1))
     finally:
         tools["hand.echo"].close()
     assert (done.error, done.answer) == ("", "Mali")

@@ -27,7 +27,7 @@ from flowtrain.tools import ToolError
 from flowtrain.tools.web import api as api_module
 from flowtrain.tools.web.api import Api, Request, key_from_env
 from flowtrain.types import UserError
-from flowtrain.utils.per_loop import PerLoop
+from flowtrain.utils.loops import run_to_end
 
 GOOD = json_answer({"ok": True})
 
@@ -155,46 +155,17 @@ def test_a_key_is_in_its_variable_or_named(monkeypatch: pytest.MonkeyPatch) -> N
             key_from_env("SOME_KEY", "a.b", "It")
 
 
-# ---- what belongs to a loop
-
-
-class Thing:
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.is_closed = False
-
-    async def aclose(self) -> None:
-        await asyncio.sleep(0)
-        assert asyncio.get_running_loop() is self.loop, "closed where it was made"
-        self.is_closed = True
-
-
-def test_every_loop_has_its_own_and_closes_it() -> None:
-    held: PerLoop[Thing] = PerLoop(Thing)
-
-    async def main() -> Thing:
-        first, *others = await asyncio.gather(*(held.get() for _ in range(5)))
-        assert all(other is first for other in others) and not first.is_closed
-        return first
-
-    one, two = asyncio.run(main()), asyncio.run(main())
-    assert one is not two and one.is_closed and two.is_closed and not held._held
-
-
-def test_connections_are_kept_within_a_loop_and_closed_with_it() -> None:
-    """HTTP/1.1 kept alive: as many sockets as questions at once, none afterwards."""
+def test_connections_are_kept_from_step_to_step() -> None:
+    """HTTP/1.1 kept alive: as many sockets as questions at once."""
     ports: set[int] = set()
 
     def note(handler: Any) -> None:
         ports.add(handler.client_address[1])
         handler.reply(200, b"{}", Connection="keep-alive")
 
-    async def main(server: Server) -> None:
-        api = Api()
-        for _ in range(6):
-            await api.ask(Request(server.url), 10.0)
-
     with serving(note) as server:
         server.keeps_alive = True
-        asyncio.run(main(server))
+        api = Api()
+        for _ in range(6):
+            run_to_end(api.ask(Request(server.url), 10.0))
     assert len(ports) == 1

@@ -14,6 +14,7 @@ from flowtrain.engines.chat import ChatEngine
 from flowtrain.engines.protocol import EngineError
 from flowtrain.tools.base import shorten
 from flowtrain.types import Task
+from flowtrain.utils.loops import current_call
 from flowtrain.utils.seeds import derive_seed
 
 _MAX_CHARS = 8_000
@@ -24,28 +25,27 @@ _MAX_CHARS = 8_000
 class Analyst:
     """AgentFlow's query analysis, one for all rollouts of a group, whose prompts share it.
 
-    The first rollout asks and the others wait for the same reply. A reply is kept for one event
-    loop and for as long as its group has its task, so that a later group asks again: the policy may
-    have changed. A failure is not kept.
+    The first rollout asks and the others wait for the same reply. A reply is kept for one call of
+    `collect` and for as long as its group has its task, so that a later group asks again: the
+    policy may have changed. A failure is not kept.
     """
 
     engine: ChatEngine
     tools: str
     """The toolset as prompts show it."""
     timeout_s: float
-    _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
+    _call: object = field(default=None, init=False)
     _asked: MutableMapping[Task, asyncio.Task[str]] = field(
         default_factory=WeakKeyDictionary, init=False
     )
 
     async def analyse(self, task: Task) -> str:
         """Return the analysis within `timeout_s`. Raises EngineError."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._loop = loop
+        if self._call is not (call := current_call()):
+            self._call = call
             self._asked = WeakKeyDictionary()
         if task not in self._asked:
-            self._asked[task] = loop.create_task(self._ask(task.prompt))
+            self._asked[task] = asyncio.create_task(self._ask(task.prompt))
         asked = self._asked[task]
         try:
             # Shielded, so that a rollout that is cut does not take the reply from the others.

@@ -22,7 +22,6 @@ from flowtrain.config import Config
 from flowtrain.engines.token_chat import ChatTokenizer
 from flowtrain.tasks.verifiers import COLUMN as VERIFIERS
 from flowtrain.types import BranchStart, Task, Trajectory, UserError
-from flowtrain.utils.per_loop import Gate
 
 
 class GatewayAgent(SessionAgent):
@@ -38,7 +37,7 @@ class GatewayAgent(SessionAgent):
         self._program = _program(context.config)
         self._gateway: Gateway | None = None
         self._lock = threading.Lock()
-        self._places = Gate(self._options.max_programs)
+        self._places = asyncio.Semaphore(self._options.max_programs)
 
     @staticmethod
     def check(config: Config, tokenizer: ChatTokenizer) -> None:
@@ -69,16 +68,15 @@ class GatewayAgent(SessionAgent):
         if not self._program.is_bounded:
             return await super().run(task, seed, cutoff, start)
         cutoff = cutoff or Cutoff()
-        place = self._places()
         try:
             async with cutoff():
-                await place.acquire()
+                await self._places.acquire()
         except TurnsEnded:
             return Trajectory(task, (), "", seconds=0.0, seed=seed, truncated="straggler")
         try:
             return await super().run(task, seed, cutoff, start)
         finally:
-            place.release()
+            self._places.release()
 
     async def answer(self, session: Session) -> str:
         gateway = self.gateway

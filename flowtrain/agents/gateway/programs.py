@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,9 +31,14 @@ MAX_OUTPUT = 256 << 10
 MAX_OUTCOME = 4 << 20
 """Characters of what a command writes as its outcome."""
 _MAX_ERROR = 200
-_CLOSE_S = 2.0
 _LAST_OUTPUT_S = 1.0
 """Seconds for what a command has printed to arrive once it has ended."""
+
+
+_loop = LoopThread("gateway programs")
+"""Of async functions: one that blocks while it waits for a reply would wait for ever on the loop
+where that is sampled.
+"""
 
 
 class ProgramFailed(Exception):
@@ -225,9 +229,8 @@ def _last_line(text: str) -> str:
 
 
 class Function:
-    """A function of this process: an async one on an event loop that all such calls share, so that
-    its clients live from step to step; a plain one in a thread, which is lost where it does not
-    return.
+    """A function of this process: an async one on an event loop that all such calls share; a plain
+    one in a thread, which is lost where it does not return.
     """
 
     def __init__(self, options: Options) -> None:
@@ -242,25 +245,18 @@ class Function:
             inspect.signature(call).bind(None, base_url="", api_key="")
         self._call: Callable[..., Any] = call
         self._threads = BlockingPool(options.max_programs, "gateway program")
-        self._loop: LoopThread | None = None
-        if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__):
-            self._loop = LoopThread("gateway programs")
-        self.is_bounded = self._loop is None
+        self.is_bounded = not (
+            inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
+        )
 
     async def solve(self, rollout: Rollout, base_url: str) -> Outcome:
         call = functools.partial(self._call, rollout.task, base_url=base_url, api_key=rollout.key)
-        if self._loop is not None:
-            # The rollout's deadline strikes first, and cancels the call.
-            deadline = time.monotonic() + rollout.session.left_s() + _CLOSE_S
-            found = await self._loop.call(_guarded_async(call), deadline)
-        else:
-            found = await self._threads.run(functools.partial(_guarded, call))
-        return _outcome(found)
+        if self.is_bounded:
+            return _outcome(await self._threads.run(functools.partial(_guarded, call)))
+        return _outcome(await asyncio.wrap_future(_loop.start(_guarded_async(call))))
 
     def close(self) -> None:
         self._threads.close()
-        if self._loop is not None:
-            self._loop.close(_nothing, _CLOSE_S)
 
 
 def _guarded(call: Callable[[], Any]) -> Any:
@@ -276,7 +272,3 @@ async def _guarded_async(call: Callable[[], Any]) -> Any:
         return await call()
     except SystemExit as error:
         raise ProgramFailed(f"it has called exit({error.code})") from error
-
-
-async def _nothing() -> None:
-    """There is nothing to close on the loop."""

@@ -16,7 +16,6 @@ from typing import Any
 
 from flowtrain.tasks.verifiers import COLUMN, load_environment
 from flowtrain.types import Task
-from flowtrain.utils.per_loop import Gate
 
 MAX_EPISODES = 64
 """Episodes under way at a time; each has servers, and often processes, of its own."""
@@ -27,7 +26,7 @@ class EpisodeFailed(Exception):
     """The environment could not play or score the rollout."""
 
 
-_places = Gate(MAX_EPISODES)
+_places = asyncio.Semaphore(MAX_EPISODES)
 
 
 async def solve(task: Task, *, base_url: str, api_key: str) -> dict[str, Any]:
@@ -39,7 +38,7 @@ async def solve(task: Task, *, base_url: str, api_key: str) -> dict[str, Any]:
     import verifiers.v1 as vf
 
     given = task.extra[COLUMN]
-    async with _places():
+    async with _places:
         environment = await asyncio.to_thread(load_environment, given["env"])
         kind = type(environment.taskset).task_type()
         row = kind.data_type().model_validate(given["data"])

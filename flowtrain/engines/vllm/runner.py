@@ -1,5 +1,5 @@
-"""One running vLLM: an `AsyncLLM` on an event loop of its own thread, because every `collect` makes
-a new loop.
+"""One running vLLM: an `AsyncLLM` on an event loop of its own thread. Its start blocks for minutes,
+which must hold up no rollout, and what rollouts' code blocks must not pass for its own silence.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class AsyncLLMRunner:
         self._errors.unlink(missing_ok=True)
         timeout_s = START_S
         try:
-            self._thread.run(self._start(), time.monotonic() + timeout_s)
+            self._thread.run(self._start(), timeout_s)
         except TimeoutError:
             problem = f"vLLM did not start within {timeout_s:g} s"
             raise UserError(problem) from None
@@ -132,7 +132,7 @@ class AsyncLLMRunner:
         too long; a UserError passes through.
         """
         try:
-            return self._thread.run(work, time.monotonic() + timeout_s)
+            return self._thread.run(work, timeout_s)
         except UserError:
             raise
         except Exception as error:  # vLLM's own, of any class: it may hold half a version

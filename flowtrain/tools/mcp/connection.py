@@ -1,17 +1,15 @@
 """One connection to an MCP server, which all rollouts of a process share.
 
-The SDK's client lives on a thread and an event loop of its own. A server that has died, or does not
-even list its tools after a call failed, is started once more, and so after each later call that
-fails so.
+A server that has died, or does not even list its tools after a call failed, is started once more,
+and so after each later call that fails so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any
 
 import httpx2
@@ -23,8 +21,8 @@ from flowtrain.config import McpServer
 from flowtrain.net.bodies import no_cookies
 from flowtrain.tools.base import ToolError
 from flowtrain.types import UserError
+from flowtrain.utils.loops import run_to_end
 from flowtrain.utils.text import printable
-from flowtrain.utils.threads import Ended, LoopThread
 
 _MAX_PROBLEM = 300
 _STDERR_CHARS = 300
@@ -34,7 +32,7 @@ _CLOSE_S = 10.0
 
 
 class Connection:
-    """Lists and calls the tools of a server; safe to share between threads and event loops."""
+    """Lists and calls the tools of a server."""
 
     def __init__(self, name: str, options: McpServer, token: str, environment: Mapping[str, str]):
         """Start nothing yet.
@@ -47,35 +45,22 @@ class Connection:
         """
         self.name = name
         self._options, self._token, self._environment = options, token, environment
-        self._thread = LoopThread(f"mcp {name}")
         self._link: _Link | None = None
         self._look = asyncio.Lock()
         self._stderr = b""
 
     def open(self) -> list[Any]:
         """Connect and return the server's tools. Raises UserError where that fails."""
-        timeout_s = self._options.timeout_s
         try:
-            return self._thread.run(self._open(), time.monotonic() + timeout_s + _CLOSE_S)
+            return run_to_end(self._open(), self._options.timeout_s + _CLOSE_S)
         # Whatever the SDK, the program or the network raises is this server's failure.
         except Exception as error:
             raise UserError(f"mcp.{self.name}: {self._problem(error)}") from error
 
-    async def call(self, tool: str, arguments: Mapping[str, object]) -> Any:
-        """Return the result of a call. Raises ToolError within `timeout_s`, and a little more where
-        the server must be looked after.
-        """
-        deadline = time.monotonic() + self._options.timeout_s * 2 + _LOOK_S + _CLOSE_S
-        try:
-            return await self._thread.call(self._call(tool, dict(arguments)), deadline)
-        except (TimeoutError, Ended):
-            raise ToolError(f"the server {self.name!r} is closed") from None
-
     def close(self) -> None:
         """End the session and the program; may be called twice."""
-        self._thread.close(self._leave, _CLOSE_S)
-
-    # ---- on the connection's loop
+        with suppress(TimeoutError):
+            run_to_end(self._leave(), _CLOSE_S)
 
     async def _open(self) -> list[Any]:
         async with asyncio.timeout(self._options.timeout_s):
@@ -88,14 +73,17 @@ class Connection:
                 if cursor is None:
                     return tools
 
-    async def _call(self, tool: str, arguments: dict[str, object]) -> Any:
+    async def call(self, tool: str, arguments: Mapping[str, object]) -> Any:
+        """Return the result of a call. Raises ToolError within `timeout_s`, and a little more where
+        the server must be looked after.
+        """
         link = self._link
         if link is None:
             raise ToolError(f"the server {self.name!r} is closed")
         timeout_s = self._options.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return await (await link.client()).call_tool(tool, arguments)
+                return await (await link.client()).call_tool(tool, dict(arguments))
         except TimeoutError:
             problem = f"timed out after {timeout_s:g} s"
         # The SDK raises errors of the protocol, of streams, of HTTP and of values.
@@ -190,7 +178,10 @@ class _Link:
         self._over.set()
         if not self._ready.done():
             self._task.cancel()
-        await asyncio.wait({self._task}, timeout=_CLOSE_S)
+        try:
+            await asyncio.wait({self._task}, timeout=_CLOSE_S)
+        finally:
+            self._task.cancel()
 
     async def _live(self, transport: AbstractAsyncContextManager[Any]) -> None:
         async with Client(transport) as client:

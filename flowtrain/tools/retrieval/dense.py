@@ -21,7 +21,7 @@ MAX_CHARS = 8000
 
 
 class Embedder:
-    """Safe to share between tasks and event loops."""
+    """Safe to share between tasks."""
 
     def __init__(self, name: str, options: Chat) -> None:
         """Take the options of table `name` in [engines]; raises UserError when it cannot embed."""

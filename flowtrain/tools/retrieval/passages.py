@@ -29,7 +29,7 @@ Source = Callable[[str, float], Coroutine[Any, Any, Sequence[Passage]]]
 
 
 class Searchable(ABC):
-    """Passages that can be searched. Safe to share between tasks, event loops and threads."""
+    """Passages that can be searched. Safe to share between tasks."""
 
     @abstractmethod
     async def search(self, query: str, k: int, deadline_s: float) -> list[Passage]:

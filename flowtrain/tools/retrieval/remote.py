@@ -6,8 +6,6 @@ POST /retrieve  {"queries": ["..."], "topk": 5, "return_scores": true}
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from flowtrain.config.search import Corpus as Options
@@ -16,6 +14,7 @@ from flowtrain.tools.retrieval.passages import Passage, Searchable
 from flowtrain.tools.web.api import Api, Request
 from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
+from flowtrain.utils.loops import run_to_end
 
 _START_S = 30.0
 """Seconds for the first answer."""
@@ -23,7 +22,7 @@ _MAX_CONNECTIONS = 256
 
 
 class Retriever(Searchable):
-    """Safe to share between tasks and event loops."""
+    """Safe to share between tasks."""
 
     def __init__(self, options: Options) -> None:
         """Raises UserError where the server does not answer a query."""
@@ -35,12 +34,8 @@ class Retriever(Searchable):
         self._options = options
         self._url = options.retriever.rstrip("/").removesuffix("/retrieve") + "/retrieve"
         self._api = Api(_MAX_CONNECTIONS)
-        # On a thread with a loop of its own, because this thread may have one that runs.
-        with (
-            ThreadPoolExecutor(1, thread_name_prefix="retriever") as thread,
-            user_error(f"corpus.retriever={options.retriever!r}", ToolError),
-        ):
-            thread.submit(asyncio.run, self.search("Mali", 1, _START_S)).result()
+        with user_error(f"corpus.retriever={options.retriever!r}", ToolError):
+            run_to_end(self.search("Mali", 1, _START_S))
 
     async def search(self, query: str, k: int, deadline_s: float) -> list[Passage]:
         body = {"queries": [query], "topk": k, "return_scores": True}

@@ -16,7 +16,6 @@ from flowtrain.net.bodies import ACCEPT_ENCODING, BadBody, no_cookies, read_body
 from flowtrain.net.retries import GaveUp, Transient, may_pass, retried, retry_after_s
 from flowtrain.tools.base import ToolError
 from flowtrain.types import UserError
-from flowtrain.utils.per_loop import PerLoop
 
 MAX_BYTES = 8 << 20
 """Bytes of an answer, after decompression; its values take up to 64 times as many."""
@@ -36,7 +35,7 @@ class Request:
 
 
 class Api:
-    """A client for one service; safe to share between tasks and event loops."""
+    """A client for one service; safe to share between tasks."""
 
     def __init__(
         self, max_connections: int = 32, user_agent: str = f"flowtrain/{__version__}"
@@ -45,10 +44,8 @@ class Api:
             max_connections=max_connections, max_keepalive_connections=max_connections
         )
         headers = {"User-Agent": user_agent, "Accept-Encoding": ACCEPT_ENCODING}
-        self._client = PerLoop(
-            lambda: httpx2.AsyncClient(
-                headers=headers, limits=limits, cookies=no_cookies(), timeout=None
-            )
+        self._client = httpx2.AsyncClient(
+            headers=headers, limits=limits, cookies=no_cookies(), timeout=None
         )
 
     async def ask(self, request: Request, deadline_s: float) -> Any:
@@ -69,9 +66,8 @@ class Api:
 
     async def _attempt(self, request: Request) -> bytes:
         """Return the body of an answer with status 200."""
-        client = await self._client.get()
         try:
-            async with client.stream(
+            async with self._client.stream(
                 "GET" if request.body is None else "POST",
                 request.url,
                 params=dict(request.params),

@@ -15,17 +15,16 @@ from flowtrain.tools.retrieval.passages import Passage, Source
 T = TypeVar("T")
 CACHE_MB = 64
 """MiB of hits, or of pages, that a tool keeps in a process."""
-_Asked = tuple[asyncio.AbstractEventLoop, str]
 
 
 class Cache(Generic[T]):
-    """Keeps results by key; the least recently used go first. For one event loop after another."""
+    """Keeps results by key; the least recently used go first."""
 
     def __init__(self, max_mb: int) -> None:
         """Keep about `max_mb` MiB of text."""
         self._room = max_mb << 20
         self._kept: OrderedDict[str, tuple[T, int]] = OrderedDict()
-        self._asked: dict[_Asked, asyncio.Task[T]] = {}
+        self._asked: dict[str, asyncio.Task[T]] = {}
         self._waiting: Counter[asyncio.Task[T]] = Counter()
 
     async def get(self, key: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -35,12 +34,11 @@ class Cache(Generic[T]):
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key][0]
-        asked = (asyncio.get_running_loop(), key)
-        if asked not in self._asked:
+        if key not in self._asked:
             task = asyncio.create_task(ask())
-            self._asked[asked] = task
-            task.add_done_callback(partial(self._keep, asked))
-        task = self._asked[asked]
+            self._asked[key] = task
+            task.add_done_callback(partial(self._keep, key))
+        task = self._asked[key]
         self._waiting[task] += 1
         try:
             return await asyncio.shield(task)
@@ -48,23 +46,23 @@ class Cache(Generic[T]):
             self._waiting[task] -= 1
             if not self._waiting[task]:
                 del self._waiting[task]
-                self._forget(asked, task)  # whoever asks next gets a task of his own
+                self._forget(key, task)  # whoever asks next gets a task of his own
                 task.cancel()  # which does nothing once it is done
 
-    def _keep(self, asked: _Asked, task: asyncio.Task[T]) -> None:
-        self._forget(asked, task)
+    def _keep(self, key: str, task: asyncio.Task[T]) -> None:
+        self._forget(key, task)
         if task.cancelled() or task.exception() is not None:
             return
-        key, found = asked[1], task.result()
+        found = task.result()
         size = len(key) + len(repr(found))
         self._kept[key] = (found, size)
         self._room -= size
         while self._room < 0:
             self._room += self._kept.popitem(last=False)[1][1]
 
-    def _forget(self, asked: _Asked, task: asyncio.Task[T]) -> None:
-        if self._asked.get(asked) is task:
-            del self._asked[asked]
+    def _forget(self, key: str, task: asyncio.Task[T]) -> None:
+        if self._asked.get(key) is task:
+            del self._asked[key]
 
 
 def cached(source: Source) -> Source:

@@ -13,7 +13,6 @@ from flowtrain import __version__
 from flowtrain.net.bodies import ACCEPT_ENCODING, BadBody, TooLong, read_body
 from flowtrain.tools.base import ToolError
 from flowtrain.tools.web.addresses import MAX_URL, Checked, Refused, Resolve, Rules
-from flowtrain.utils.per_loop import PerLoop
 
 MAX_REDIRECTS = 5
 MAX_CONNECTIONS = 32
@@ -57,13 +56,11 @@ class Fetcher:
         self._max_bytes = max_bytes
         checked = Checked(rules, resolve, network or httpcore2.AnyIOBackend())
         # Nothing is kept alive: the next page is usually on another host.
-        self._pool = PerLoop(
-            lambda: httpcore2.AsyncConnectionPool(
-                httpcore2.default_ssl_context(),
-                max_connections=MAX_CONNECTIONS,
-                max_keepalive_connections=0,
-                network_backend=checked,
-            )
+        self._pool = httpcore2.AsyncConnectionPool(
+            httpcore2.default_ssl_context(),
+            max_connections=MAX_CONNECTIONS,
+            max_keepalive_connections=0,
+            network_backend=checked,
         )
 
     async def fetch(self, url: str, deadline_s: float) -> Page:
@@ -92,13 +89,12 @@ class Fetcher:
 
     async def _ask(self, url: httpx2.URL) -> Page | httpx2.URL:
         """Return the page, or the URL that it redirects to."""
-        pool = await self._pool.get()
         # Made of the checked parts, so that no second parser reads the URL in another way.
         asked = httpcore2.URL(
             scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
         )
         headers = [("Host", url.netloc.decode("ascii")), *_HEADERS]
-        async with pool.stream(
+        async with self._pool.stream(
             "GET", asked, headers=headers, extensions={"timeout": {"connect": _CONNECT_S}}
         ) as response:
             answer = httpx2.Headers(response.headers)

@@ -1,4 +1,4 @@
-"""Callers side by side share calls, within one event loop at a time."""
+"""Callers side by side share calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from flowtrain.utils.per_loop import Gate, Together
+from flowtrain.utils.together import Together
 
 
 class Doubling:
@@ -33,7 +33,7 @@ def test_side_by_side_in_batches_and_equal_keys_once() -> None:
 
     assert asyncio.run(ask(1, 2, 1, 3, 4, 2)) == [2, 4, 2, 6, 8, 4]
     assert doubling.calls == [[1, 2, 3], [4]]
-    assert asyncio.run(ask(1)) == [2], "another loop, and nothing is kept"
+    assert asyncio.run(ask(1)) == [2], "nothing is kept"
     assert len(doubling.calls) == 3
 
 
@@ -54,22 +54,3 @@ def test_who_shares_a_call_shares_its_failure_and_nobody_elses_cancellation() ->
             await impatient
 
     asyncio.run(fail())
-
-
-def test_a_gate_lets_so_many_in_at_a_time_in_each_loop() -> None:
-    gate, most = Gate(2), []
-
-    async def enter(inside: list[int]) -> None:
-        async with gate():
-            inside.append(0)
-            await asyncio.sleep(0)
-            most.append(len(inside))
-            inside.pop()
-
-    async def crowd() -> None:
-        inside: list[int] = []
-        await asyncio.gather(*(enter(inside) for _ in range(7)))
-
-    asyncio.run(crowd())
-    asyncio.run(crowd())
-    assert max(most) == 2 and len(most) == 14
