@@ -1,8 +1,9 @@
 """A dataflow behind a URL.
 
 Requests that may succeed later are sent again, after growing pauses, until the caller's deadline.
-httpx2 speaks HTTP; its time limits apply to a single read or write, so an asyncio loop on a thread
-of its own adds the limit that counts, on the whole request.
+httpx2 speaks HTTP; its time limits apply to a single read or write, so asyncio adds the limit that
+counts, on the whole request. The client has an event loop and a thread of its own, because on that
+of the process the rollouts' code may block, and leases and trainers are lost without news of them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from flowtrain.dataflow.wire import (
 from flowtrain.net import serving
 from flowtrain.net.bodies import SLOWEST
 from flowtrain.net.retries import GaveUp, Transient, retried, retry_after_s
-from flowtrain.utils.threads import Ended, LoopThread
+from flowtrain.utils.threads import Ended, LoopThread, cancel
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ _ADVICE = {
 
 class Client:
     """A `contract.Dataflow` with all its methods, that threads may share. A coroutine asks with
-    `await asyncio.to_thread(client.lease, request)`.
+    `await client.ask("lease", request)`.
     """
 
     def __init__(
@@ -81,7 +82,6 @@ class Client:
         self.wait_s = wait_s
         self._attempt_s = attempt_s
         self._run: dict[str, str] = {}
-        self._calls: set[asyncio.Task[Any]] = set()
         headers = {
             "Content-Type": MEDIA_TYPE,
             "Accept-Encoding": "identity",
@@ -101,6 +101,13 @@ class Client:
             raise AttributeError(f"a dataflow has no {name!r}")
         return partial(self._ask, name)
 
+    async def ask(self, name: str, request: Any) -> Any:
+        """Do as the method of this name, for a coroutine on any event loop."""
+        deadline = time.monotonic() + self.wait_s
+        with self._unless_closed(name):
+            answer = self._answer(name, request, deadline)
+            return await self._thread.call(answer, deadline + _GRACE_S)
+
     def close(self) -> None:
         """End the client; calls that still wait for an answer raise Unavailable."""
         self._thread.close(self._end, _GRACE_S)
@@ -113,16 +120,17 @@ class Client:
 
     def _ask(self, name: str, request: Any = None) -> Any:
         deadline = time.monotonic() + self.wait_s
+        with self._unless_closed(name):
+            return self._thread.run(self._answer(name, request, deadline), self.wait_s + _GRACE_S)
+
+    @contextlib.contextmanager
+    def _unless_closed(self, name: str) -> Iterator[None]:
         try:
-            asked = self._answer(name, request, deadline)
-            answer = self._thread.run(asked, self.wait_s + _GRACE_S)
+            yield
         except (Ended, TimeoutError):
             raise Unavailable(
                 f"{self.url}: nobody waits for an answer to {name} any longer"
             ) from None
-        if name in _OPENING:
-            self._run = {RUN_HEADER: answer.run}
-        return answer
 
     async def _answer(self, name: str, request: Any, deadline: float) -> Any:
         """Try until an attempt succeeds or is refused, or the time is up."""
@@ -142,17 +150,19 @@ class Client:
                 _log.warning(text, self.url, failure, name, self.wait_s)
 
         try:
-            async with self._call():
-                return await retried(
-                    lambda: self._attempt(name, body, limit_s),
-                    deadline,
-                    (_FIRST_PAUSE_S, _LONGEST_PAUSE_S),
-                    on_retry=say,
-                )
+            answer = await retried(
+                lambda: self._attempt(name, body, limit_s),
+                deadline,
+                (_FIRST_PAUSE_S, _LONGEST_PAUSE_S),
+                on_retry=say,
+            )
         except GaveUp as end:
             raise Unavailable(
                 f"{self.url} did not answer {name} within {self.wait_s:g} s: {end.problem}"
             ) from None
+        if name in _OPENING:
+            self._run = {RUN_HEADER: answer.run}
+        return answer
 
     async def _attempt(self, name: str, body: bytes, limit_s: float) -> Any:
         url = f"{self.url}{PREFIX}{name}"
@@ -178,22 +188,8 @@ class Client:
         kind = NotAllowed if status in _NOT_ALLOWED else Refused
         raise kind(f"{url}: {problem}")
 
-    @contextlib.asynccontextmanager
-    async def _call(self) -> AsyncIterator[None]:
-        """Register the current task, so that `close` can cancel it."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._calls.add(task)
-        try:
-            yield
-        finally:
-            self._calls.discard(task)
-
     async def _end(self) -> None:
-        calls = set(self._calls)
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+        await cancel(asyncio.all_tasks() - {asyncio.current_task()})
         await self._http.aclose()
 
 

@@ -1,5 +1,5 @@
-"""Requests of a node to a dataflow, on threads so that the event loop goes on, and renewals from a
-thread of their own, so that a busy event loop loses no lease.
+"""Requests of a node to a dataflow, and renewals from a thread of their own, so that a busy event
+loop loses no lease.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, Protocol
 
 from flowtrain.dataflow.contract import (
     WAITING,
@@ -34,9 +34,6 @@ from flowtrain.dataflow.contract import (
 from flowtrain.dataflow.wire import MAX_WAIT_S
 from flowtrain.utils.threads import settle
 
-_Q = TypeVar("_Q")
-_A = TypeVar("_A")
-_NUM_THREADS = 32
 _MAX_REASON = 500
 
 LeaseKey = tuple[int, int]
@@ -47,11 +44,17 @@ def key_of(lease: Lease) -> LeaseKey:
     return lease.work_item, lease.attempt
 
 
+class Asked(Dataflow, Protocol):
+    """A dataflow that coroutines ask, too."""
+
+    async def ask(self, name: str, request: Any) -> Any: ...
+
+
 class NodeClient:
     """The dataflow as one process of a node sees it. Coroutines raise Refused and Unavailable."""
 
     def __init__(
-        self, dataflow: Dataflow, name: str, layouts: Mapping[str, str] | None = None
+        self, dataflow: Asked, name: str, layouts: Mapping[str, str] | None = None
     ) -> None:
         """Join, as a new process; `layouts`: see `announce`."""
         self._dataflow = dataflow
@@ -59,7 +62,6 @@ class NodeClient:
         self.joined = dataflow.join(self._request)
         self._policies = self.joined.policies
         self._sampled: Callable[[], Mapping[str, int]] = dict
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "dataflow")
         self._reason = ""
         """Why the last answer had no more leases."""
         self._asked: LeaseRequest | None = None
@@ -105,7 +107,7 @@ class NodeClient:
             wait_s=wait_s,
             heard={name: state.version for name, state in self._policies.items()},
         )
-        answer = await self._ask(self._dataflow.lease, self._asked, wait_s)
+        answer = await self._ask("lease", self._asked, wait_s)
         self._asked, self._policies, self._reason = None, answer.policies, answer.reason
         has_begun_to_wait = not wait_s and self._patience_s(versions)
         left_s = answer.retry_after_s - (time.monotonic() - began)
@@ -128,7 +130,7 @@ class NodeClient:
         """End the request for leases that has no answer yet, and return those that it got."""
         if self._asked is None:
             return ()
-        return (await self._ask(self._dataflow.lease, replace(self._asked, wait_s=0.0))).leases
+        return (await self._ask("lease", replace(self._asked, wait_s=0.0))).leases
 
     async def renewals(self, held: Callable[[], Collection[LeaseKey]]) -> AsyncIterator[Renewed]:
         """Renew the leases that are held, at a third of their time, and yield the answers; without
@@ -172,7 +174,7 @@ class NodeClient:
 
     async def push(self, lease: Lease, payload: bytes) -> Pushed:
         request = Push(self._request.node, *key_of(lease), payload, sampled=self._sampled())
-        return await self._ask(self._dataflow.push, request)
+        return await self._ask("push", request)
 
     async def release(
         self, leases: Iterable[LeaseKey], reason: str, is_failure: bool = False
@@ -189,16 +191,12 @@ class NodeClient:
         request = Release(
             self._request.node, tuple(leases), reason, is_failure, self._sampled(), life
         )
-        await self._ask(self._dataflow.release, request)
+        await self._ask("release", request)
 
-    def close(self) -> None:
-        """Wait for nothing: requests under way end by their own deadlines."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _ask(self, call: Callable[[_Q], _A], request: _Q, wait_s: float = 0.0) -> _A:
+    async def _ask(self, name: str, request: Any, wait_s: float = 0.0) -> Any:
         sent = time.monotonic() + wait_s
         self._sent.append(sent)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, call, request)
+            return await self._dataflow.ask(name, request)
         finally:
             self._sent.remove(sent)

@@ -165,7 +165,6 @@ class Node:
                     task.cancel()
         finally:
             await self._leave(reason)
-            self._member.close()
             self._progress.close()
         return self._num_pushed
 

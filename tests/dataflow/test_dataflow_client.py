@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import re
@@ -43,8 +44,13 @@ def outcome(client: Client, method: str) -> Any:
 
 
 def all_at_once(client: Client) -> list[Any]:
-    with ThreadPoolExecutor(len(METHODS)) as threads:
-        return list(threads.map(lambda method: outcome(client, method), METHODS))
+    """The answers or the errors, as coroutines get them."""
+
+    async def ask_all() -> list[Any]:
+        asked = (client.ask(method, REQUESTS[method]) for method in METHODS)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    return asyncio.run(ask_all())
 
 
 # ---- the faults: every peer, and every method

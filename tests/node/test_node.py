@@ -20,7 +20,6 @@ from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.codec import unpack_group
 from flowtrain.dataflow.contract import (
     BatchRequest,
-    Dataflow,
     EvalSettings,
     Evaluate,
     EvaluationRequest,
@@ -116,7 +115,9 @@ def clock() -> Clock:
 def new_ledger(folder: Path, clock: Clock | None = None, **dataflow: Any) -> Ledger:
     rollout = {"group_size": G, "num_questions": 4}
     config = make_config("tiny", rollout=rollout, dataflow=dataflow)
-    return Ledger(folder / "ledger.sqlite", config, TaskCursor(TASKS, 0), clock=clock)
+    ledger: Any = Ledger(folder / "ledger.sqlite", config, TaskCursor(TASKS, 0), clock=clock)
+    ledger.ask = lambda name, request: asyncio.to_thread(getattr(ledger, name), request)
+    return ledger
 
 
 TRAINER = Register("planner", "layout", "store", 4, 8, 1 << 16, 1 << 16)
@@ -139,7 +140,7 @@ Script = Callable[[Task, int], Any]
 class Nodes:
     """Makes nodes, each with its own syncer."""
 
-    dataflow: Dataflow
+    dataflow: Any
 
     def join(self, name: str) -> NodeClient:
         return NodeClient(self.dataflow, name, {"planner": "layout"})
