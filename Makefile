@@ -14,7 +14,7 @@ SMOLLM2 ?= models/SmolLM2-135M-Instruct
 PRODUCTS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}'
 # Minutes of `make attack`.
 MINUTES ?= 10
-# Processes that run tests side by side. Slow tests wait for processes of their own: twice two cores are theirs.
+# Processes that run tests side by side, on two cores. Slow tests often wait for processes of their own.
 JOBS ?= 2
 ALL_JOBS ?= 3
 # Where an image sets this, every process would compile torch and transformers again.
