@@ -29,6 +29,7 @@ from flowtrain.tasks.benchmarks import (
 )
 from flowtrain.tasks.overlap import benchmark_tasks, overlaps
 from flowtrain.types import Task, UserError
+from flowtrain.utils.text import final_answer
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(
@@ -64,7 +65,7 @@ def references(name: str) -> list[list[str]]:
 
 def rewards(tasks: list[Task], answers: list[str]) -> list[float | None]:
     pairs = zip(tasks, answers, strict=True)
-    rollouts = (make.rollout(task=task, answer=answer) for task, answer in pairs)
+    rollouts = (make.rollout(task=task, answer=final_answer(answer)) for task, answer in pairs)
     (group,) = score([make.group(*rollouts)])
     return [trajectory.reward for trajectory in group.trajectories]
 
