@@ -64,11 +64,9 @@ def test_every_module_of_agentflow_reads_them() -> None:
         assert LETTERED in prompt, prompt
 
 
-def test_the_agents_of_one_turn_and_of_tool_calls_read_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_agents_of_one_turn_and_of_tool_calls_read_them() -> None:
     engine = says("B")
     asyncio.run(agent(engine).run(CHOICE, 11))
     assert engine.asked[0][0] == f"<user>{LETTERED}<assistant>"
-    monkeypatch.setattr(test_tool_calling, "TASK", CHOICE)
-    assert LETTERED in test_tool_calling.Rollout(styled("qwen2.5"), "B").prompt(0)
+    rollout = test_tool_calling.Rollout(styled("qwen2.5"), "B", task=CHOICE)
+    assert LETTERED in rollout.prompt(0)
