@@ -178,7 +178,8 @@ class Session:
         except EngineError as error:
             self.engine_error = error
             raise
-        return self._record(number, _turn_of(name, call, time.monotonic() - started))
+        took_s = time.monotonic() - started
+        return self._record(number, Turn({name: call}, None, Verdict.CONTINUE, took_s, took_s))
 
     def _next_call(self) -> int:
         """Return the number of the next response, from 0. Raises RolloutEnded when the turns or the
@@ -238,9 +239,7 @@ class Session:
         self._amend(call, problem=problem)
 
     def hint(self) -> str:
-        """Return what a stuck rollout may look for next, to stand in its next prompt; "" where it
-        is not stuck, has had its one hint, or the algorithm gives none.
-        """
+        """Return what a stuck rollout may look for next; "" for any other, and after one hint."""
         if self._hints is None or self.hint_turn is not None:
             return ""
         turns = self.turns
@@ -374,16 +373,6 @@ class SessionAgent(ABC):
         """Free what the agent holds."""
 
 
-def _turn_of(policy: PolicyName, call: Call, seconds: float) -> Turn:
-    return Turn(
-        calls={policy: call},
-        action=None,
-        verdict=Verdict.CONTINUE,
-        seconds=seconds,
-        plan_s=seconds,
-    )
-
-
 def _again(turn: Turn, policy: PolicyName, prompt_ids: tuple[int, ...]) -> Turn:
     """Return the parent's turn, where the program asks the same as it did then."""
     if turn.policy != policy or turn.call.prompt_ids != prompt_ids:
@@ -402,12 +391,9 @@ def _results_again(
 
 def _ended(turns: tuple[Turn, ...], is_done: bool) -> tuple[Turn, ...]:
     """Let the last turn say STOP, where the agent and no limit ended the rollout."""
-    if not turns or not is_done:
-        return turns
-    return (*turns[:-1], replace(turns[-1], verdict=Verdict.STOP))
+    return (*turns[:-1], replace(turns[-1], verdict=Verdict.STOP)) if turns and is_done else turns
 
 
 def _cut_short(turns: tuple[Turn, ...]) -> str:
     """Return "time" where the last response had no time to end."""
-    is_cut = turns and turns[-1].call.finish_reason is FinishReason.DEADLINE
-    return "time" if is_cut else ""
+    return "time" if turns and turns[-1].call.finish_reason is FinishReason.DEADLINE else ""

@@ -201,11 +201,6 @@ def test_a_response_longer_than_the_model_is_refused() -> None:
         agent(says("5", max_tokens=48))
 
 
-def test_hints_are_for_more_turns() -> None:
-    one = agent(says("5"))
-    assert one.with_hints(None) is one
-
-
 @pytest.mark.parametrize("begins", ["<s> $A", "<s> $A </s>", "$A </s>", "$A"])
 def test_a_prompt_begins_as_the_tokenizer_begins_a_text_and_once(begins: str) -> None:
     template = "{{ '<s>[INST]' + messages[0].content + '[/INST]' }}"
