@@ -57,8 +57,12 @@ def serve():
                 pid, status = os.waitpid(job["poll"], os.WNOHANG)
                 answer = os.waitstatus_to_exitcode(status) if pid else None
             elif not (answer := os.fork()):
-                for each in clients.get_map().values():
-                    os.close(each.fd)
+                # By their objects: what a collection closes later would be another file by then.
+                for each in list(clients.get_map().values()):
+                    if each.data is not None:
+                        each.data.close()
+                    each.fileobj.close()
+                clients.close()
                 return job
             with contextlib.suppress(OSError):
                 print(json.dumps(answer), file=key.data, flush=True)

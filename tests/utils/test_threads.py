@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -36,6 +37,15 @@ def test_those_who_wait_get_whatever_it_raises() -> None:
         background(lambda: sys.exit(3), "exit").result(20)
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C does here what it does in a program of its own."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_leaves_no_task_behind_and_the_next_call_works() -> None:
     cleaned: list[int] = []
 
@@ -59,6 +69,7 @@ def test_an_interrupt_leaves_no_task_behind_and_the_next_call_works() -> None:
     run_to_end(asyncio.sleep(0))
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_a_second_interrupt_does_not_wait() -> None:
     gate = threading.Event()
 
