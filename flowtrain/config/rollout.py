@@ -25,7 +25,7 @@ class Rollout(Section):
     group_size: PositiveInt = 8
     """rollouts per question (AgentFlow: 8)"""
     temperature: PositiveFloat = 1.0
-    """temperature of the planner, in sampling and in the log-probs of training"""
+    """temperature of policies, in sampling and in the log-probs of training"""
     top_k: int = Field(0, ge=0)
     """sample from the so many likeliest tokens, and train the probabilities among them; 0: all"""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -36,9 +36,9 @@ class Rollout(Section):
     """a token's logit loses this for each time that the response has it already (AgentFlow's code:
     1.2); the trained policy knows no penalty, so it needs train.rescore"""
     max_new_tokens: PositiveInt = 2048
-    """tokens per planner response (AgentFlow: 2048)"""
+    """tokens per response of a policy (AgentFlow: 2048)"""
     request_timeout_s: PositiveFloat = 500.0
-    """seconds per planner response"""
+    """seconds per response of a policy"""
     max_batch_size: PositiveInt = 256
     """responses that the torch engine samples at a time"""
     max_in_flight: PositiveInt = 512
