@@ -70,7 +70,8 @@ def main_job(warm: str, num_questions: int = 16) -> Batch:
     """
     world = World.join("cpu")
     options = {"config": "configs/quickstart.toml", "run.threads": "1", "model.path": warm}
-    options |= {"algorithm.mode": "released", "train.num_minibatches": "1"}
+    options |= {"algorithm.mode": "released", "algorithm.equal_groups": "keep"}
+    options |= {"train.num_minibatches": "1"}
     config = parse([word for key, value in options.items() for word in (f"--{key}", value)])
     assert config is not None
     components = RunComponents.prepare(config, world)

@@ -32,7 +32,7 @@ def stage_rows(model: str, num_steps: int) -> list[dict[str, Any]]:
             "run.dir": f"{folder}/run",
             "model.path": model,
             "train.num_steps": num_steps,
-            "algorithm.mode": "released",  # drops no group
+            "algorithm.equal_groups": "keep",
             "eval.every": 0,
             "eval.num_tasks": 20,
             "checkpoint.every": 0,

@@ -93,9 +93,12 @@ class Process:
         deadline = time.monotonic() + timeout_s
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
-                os.kill(self.pid, signal.SIGKILL)
+                for number in (signal.SIGABRT, signal.SIGKILL):  # the first shows what threads do
+                    if self.poll() is None:
+                        os.kill(self.pid, number)
+                        time.sleep(1.0)
                 raise AssertionError(
-                    f"still running after {timeout_s} s: {self.err.read_text()[-2000:]}"
+                    f"still running after {timeout_s} s: {self.err.read_text()[-4000:]}"
                 )
             time.sleep(0.02)
         return code

@@ -21,7 +21,7 @@ folder = Path()
 ENV = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 PROGRAM = """
-import atexit, contextlib, gc, json, os, resource, runpy, selectors, socket, sys, threading
+import atexit, contextlib, faulthandler, gc, json, os, resource, runpy, selectors, socket, sys, threading
 import traceback
 import flowtrain.run.run, flowtrain.agents.agentflow.expert, flowtrain.view.curves
 import flowtrain.evaluation.benchmarks, flowtrain.setup.memory_plan, flowtrain.run.run_logger
@@ -76,6 +76,7 @@ if (job := serve()) is None:
     sys.exit()
 for number, path in enumerate((os.devnull, job["out"], job["err"])):
     os.dup2(os.open(path, os.O_WRONLY if number else os.O_RDONLY), number)
+faulthandler.enable()  # SIGABRT shows what a process that does not end is doing
 try:
     exec(job["code"])
     code = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -22,4 +23,6 @@ def running(app: Any, port: int = 0, **options: Any) -> Iterator[str]:
         server.should_exit = True
         thread.join(20)
         listener.close()
-        assert not thread.is_alive()
+        if thread.is_alive():
+            faulthandler.dump_traceback()
+            raise AssertionError("the server has not ended; what its threads do is in stderr")

@@ -20,7 +20,7 @@ OPTIONS = {
     "reward.function": f"{Path('examples/smollm2/reward.py').resolve()}:number",
     "rollout.num_questions": 2,
     "rollout.group_size": 4,
-    "algorithm.mode": "released",  # trains groups of one reward, too
+    "algorithm.equal_groups": "keep",
     "train.num_steps": 2,
     "eval.every": 0,
     "eval.at_ends": "false",

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 _LAST_S = 1.0
 """Seconds for the tasks that the end of the process cancels."""
+_LOOK_S = 0.5
+"""Between two looks for a signal."""
 
 
 class Ended(Exception):
@@ -54,14 +57,14 @@ class LoopThread:
             return await coroutine
 
         try:
-            return self.start(watched()).result(timeout_s)
+            return _result(self.start(watched()), timeout_s)
         except (CancelledError, Ended):
             coroutine.close()  # it may not have begun
             raise Ended("its thread has ended") from None
         except BaseException as error:  # the coroutine's own, or a signal's
             ended = self.start(cancel(tasks))
             if not isinstance(error, TimeoutError):
-                ended.result()
+                _result(ended)
             raise
 
     def stop(self, last: Callable[[], Awaitable[None]]) -> None:
@@ -143,6 +146,18 @@ def settle(future: Future[T], call: Callable[[], T]) -> None:
         future.set_result(call())
     except BaseException as error:  # noqa: BLE001  # SystemExit too, or they would wait for ever
         future.set_exception(error)
+
+
+def _result(future: Future[T], timeout_s: float | None = None) -> T:
+    """Wait for a result. A signal that another thread receives, or that arrives just before the
+    main one waits, does not wake it; so it looks.
+    """
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    while not future.done():
+        if (left_s := deadline - time.monotonic()) <= 0:
+            raise TimeoutError
+        wait((future,), min(left_s, _LOOK_S))
+    return future.result()
 
 
 async def within(future: Future[T], deadline: float) -> T:

@@ -86,6 +86,21 @@ def test_a_second_interrupt_does_not_wait() -> None:
     gate.set()
 
 
+@pytest.mark.usefixtures("interrupts")
+def test_a_signal_that_another_thread_receives_is_seen() -> None:
+    ended: list[bool] = []
+
+    async def work() -> None:
+        await asyncio.sleep(0.05)  # the other side waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        await asyncio.sleep(10)
+        ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_to_end(work())
+    assert not ended
+
+
 def test_what_ends_a_task_does_not_end_the_loop() -> None:
     async def exits() -> None:
         async with asyncio.TaskGroup() as tasks:
