@@ -42,11 +42,10 @@ from flowtrain.agents.collect import collect, collect_branches
 from flowtrain.algorithms.dynamic_sampling import joined, mixed_first
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt
-from flowtrain.metrics.mismatch import MismatchGate
-from flowtrain.replay.log import ReplayLog
 from flowtrain.rewards import score, shuffle_rewards
 from flowtrain.run.dry_run import dry_run
-from flowtrain.run.run import Run, open_run
+from flowtrain.run.opening import open_run
+from flowtrain.run.run import Run
 from flowtrain.training.records import Rollouts
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.step_timer import StepTimer
@@ -57,58 +56,62 @@ def train(config: Config) -> int:
     if config.run.dry_run:
         return dry_run(config)
     with Interrupt() as interrupt, open_run(config, interrupt) as run:
-        config = run.config
-        gather = next_batch if config.dataflow.url else sample
+        gather = next_batch if run.pool is not None else sample
         warm = run.evaluate_warm()
         interrupt.defer()
-        learner = run.learner
-        gate = MismatchGate(config, run.placement.world.is_main)
-        replay_log = ReplayLog(run.run_dir, config, run.placement, run.start_step)
         timer = StepTimer()
         for step in run.steps():
             rollouts = gather(run, step, timer)
             if rollouts is None:
                 run.end(step - 1)
                 return INTERRUPTED
-            with timer("collect"):
-                prepared = learner.pack(learner.advantages(rollouts))
-            with timer("train"):
-                run.sleep()
-                rows = learner.balance(prepared.rows)
-                rows = learner.old_logprobs(rows)
-                rows = learner.ref_logprobs(rows)
-                trained = learner.train(step, rows)
-            counted = run.count(step, rollouts, prepared, trained)
-            with timer("publish"):
-                published = run.publish(step, counted.tokens)
-            with timer("load"):
-                loaded = run.load(step)
-            with timer("eval"):
-                evaluation = run.evaluate(step)
-            kept = replay_log.keep(step, rollouts, prepared.batch)
-            run.logger.log(
-                step,
-                rollouts,
-                prepared,
-                trained=trained,
-                counted=counted,
-                weights={**published, **loaded},
-                kept=kept,
-                evaluation=evaluation,
-                seconds=timer.metrics(),
-            )
+            for each in run.beside:
+                learn(each, step, rollouts, StepTimer())
+            learn(run, step, rollouts, timer)
             timer = StepTimer()
             # After the log: a kill in between leaves too many lines, not too few.
             if run.is_checkpoint_due(step):
                 with timer("checkpoint"):
                     run.checkpoint(step)
-            run.signal.watch(step, counted.total)
-            gate.watch(step, counted.mismatch)
             if run.is_interrupted():
                 run.end(step)
                 return INTERRUPTED
         run.finish(warm)
     return 0
+
+
+def learn(run: Run, step: int, rollouts: Rollouts, timer: StepTimer) -> None:
+    """Train a policy by the step's rollouts; others that are trained learn from the same ones."""
+    learner = run.learner
+    with timer("collect"):
+        prepared = learner.pack(learner.advantages(rollouts))
+    with timer("train"):
+        run.sleep()
+        rows = learner.balance(prepared.rows)
+        rows = learner.old_logprobs(rows)
+        rows = learner.ref_logprobs(rows)
+        trained = learner.train(step, rows)
+    counted = run.count(step, rollouts, prepared, trained)
+    with timer("publish"):
+        published = run.publish(step, counted.tokens)
+    with timer("load"):
+        loaded = run.load(step)
+    with timer("eval"):
+        evaluation = run.evaluate(step)
+    kept = run.replay_log.keep(step, rollouts, prepared.batch)
+    run.logger.log(
+        step,
+        rollouts,
+        prepared,
+        trained=trained,
+        counted=counted,
+        weights={**published, **loaded},
+        kept=kept,
+        evaluation=evaluation,
+        seconds=timer.metrics(),
+    )
+    run.signal.watch(step, counted.total)
+    run.gate.watch(step, counted.mismatch)
 
 
 def sample(run: Run, step: int, timer: StepTimer) -> Rollouts:

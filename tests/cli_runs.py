@@ -309,7 +309,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-CHANCE = ("seconds", "peak_memory_gb", "planned_memory_gb")
+CHANCE = ("seconds", "peak_memory_gb", "planned_memory_gb", "replay_log_bytes")
 
 
 def timeless(record: Any) -> Any:

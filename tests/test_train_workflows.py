@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 import torch
-from cli_runs import SMALL, TINY, Run, Server
+from cli_runs import KILL, SMALL, TINY, Run, Server, check_equal, check_same_run, read
 from run_checks import steps_of
 from test_train_dataflow import PACE, come_and_go
 
@@ -25,6 +26,10 @@ def reward(task, answer, trajectory):
     return ByPolicy({t.policy: t.call.response_ids[0] % 2 for t in trajectory.turns})
 """
 """Each policy is paid for the kind of the first token that it last said: half of the tokens pay."""
+BETWEEN_CHECKPOINTS = KILL.format(
+    module="flowtrain.setup.learner", path="Learner.save", number=6, after=False
+)
+"""The verifier's of step 3 is on the disk, the solver's is not."""
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +77,33 @@ def test_each_policy_learns_what_it_is_paid_for(
     paid = {name: [line[f"{name}/reward_mean"] for line in lines] for name in POLICIES}
     gained = {name: fmean(each[-3:]) - fmean(each[:3]) for name, each in paid.items()}
     assert gained.pop(policy) - 0.15 > max(0.05, *gained.values()), paid
+
+
+def test_one_run_trains_both_by_the_same_rollouts(
+    server: Server, run: Run, workflow: tuple[object, ...]
+) -> None:
+    """And goes on with both where it was killed between their checkpoints."""
+    both = (*workflow, "--policies.verifier.trained", "true", "--checkpoint.every", "1")
+    both = (*both, "--log.replay", "true", "--train.num_steps", "4", "--train.lr", "1e-3")
+    whole = run("whole", base=both).path
+    folders = {"solver": Path(), "verifier": Path("policies/verifier")}
+    groups = {}
+    for policy, folder in folders.items():
+        lines, rollouts = steps_of(whole / folder), read(whole / folder / "trajectories.jsonl")
+        assert len(lines) == 4 and all(line["num_tokens"] > 0 for line in lines)
+        turns = [turn for each in rollouts for turn in each["turns"]]
+        assert {turn["policy"] for turn in turns if turn["training"]} == {policy}
+        for each in rollouts:
+            versions = {span[2] for turn in each["turns"] for span in turn["spans"]}
+            assert versions == {each["version"]}, "of both"
+        groups[policy] = [[turn["response_ids"] for turn in each["turns"]] for each in rollouts]
+        check_equal(server, whole / folder, 4)
+    assert groups["solver"] == groups["verifier"]
+
+    run("killed", base=both, before=BETWEEN_CHECKPOINTS, code=-signal.SIGKILL)
+    again = run("killed", "--run.resume", "auto", base=both).path
+    for folder in folders.values():
+        check_same_run(again / folder, whole / folder, num_steps=4)
 
 
 @pytest.mark.dist

@@ -121,6 +121,32 @@ class Config(Section):
         return self.policy_names[0]
 
     @property
+    def trained_beside(self) -> tuple[PolicyName, ...]:
+        """The policies that the run trains after train.policy."""
+        names = (name for name in self.policy_names if name != self.train.policy)
+        return tuple(name for name in names if self.policies.get(name, Policy()).trained)
+
+    def beside(self, policy: PolicyName) -> Config:
+        """Return the config of another policy that the run trains: as of a run of its own, in a
+        folder of this one's, that measures nothing.
+        """
+        frozen = {
+            name: each.model_copy(update={"trained": False}) for name, each in self.policies.items()
+        }
+        first = frozen.get(self.train.policy, Policy())
+        frozen[self.train.policy] = first.model_copy(update={"path": self.model.path})
+        changed: dict[str, Any] = {
+            "policies": frozen,
+            "model": self.model.model_copy(update={"path": self.policies[policy].path}),
+            "train": self.train.model_copy(update={"policy": policy}),
+            "run": self.run.model_copy(update={"dir": f"{self.run.dir}/policies/{policy}"}),
+            "eval": self.eval.model_copy(update={"every": 0, "at_ends": False, "benchmarks": ()}),
+            # One more than the first has, or a kill between the two could leave no step in common.
+            "checkpoint": self.checkpoint.model_copy(update={"keep": self.checkpoint.keep + 1}),
+        }
+        return self.model_copy(update=changed)
+
+    @property
     def samples_here(self) -> bool:
         """A run needs engines; with dataflow.url nodes have them."""
         return not self.dataflow.url

@@ -219,6 +219,9 @@ class Policy(Section):
     """its temperature, in sampling and in the log-probs of training; unset: rollout.temperature"""
     max_new_tokens: PositiveInt | None = None
     """tokens per response; unset: rollout.max_new_tokens"""
+    trained: bool = False
+    """train it too, by the same rollouts, after train.policy and on the same ranks; what a run
+    keeps of it is in run.dir/policies/NAME (docs/agents/workflows.md)"""
 
 
 JudgeMode = Literal["rules-first", "judge-first", "judge-only"]

@@ -31,6 +31,7 @@ def validate(config: Config) -> None:
     _check_benchmarks(config)
     _check_reward(config)
     _check_policies(config)
+    _check_trained(config)
     _check_roles(config)
     _check_engine_ranks(config)
     _check_parallel(config)
@@ -224,6 +225,21 @@ def _check_policies(config: Config) -> None:
             f"train.policy={policy!r} needs roles.{policy}={OWN!r}, which is "
             f"{getattr(config.roles, policy)!r}"
         )
+
+
+def _check_trained(config: Config) -> None:
+    beside, key = config.trained_beside, "policies.{}.trained=true"
+    if beside and config.dataflow.url:
+        raise ValueError(
+            f"{key.format(beside[0])} does not go with dataflow.url={config.dataflow.url!r}: with "
+            "nodes each policy has a trainer of its own (docs/agents/workflows.md)"
+        )
+    for name, own in config.policies.items():
+        if own.trained and name not in config.policy_names:
+            raise ValueError(
+                f"{key.format(name)} needs roles.{name}={OWN!r}, which is "
+                f"{getattr(config.roles, name)!r}"
+            )
 
 
 def _check_roles(config: Config) -> None:

@@ -64,6 +64,8 @@ def dry_run(config: Config) -> int:
         components = RunComponents.prepare(config, World(0, 1, world.device))
         cleanup.callback(components.close)
         components = with_token_budget(components, placement)
+        for name in components.config.trained_beside:
+            components.beside(name)
         components.show_sources()
         for name, tasks in load_benchmarks(components.config).items():
             _say(f"benchmark {name}: {len(tasks)} questions, {tasks[0].question!r} first")

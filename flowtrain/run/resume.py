@@ -67,15 +67,28 @@ def check_splits(components: RunComponents) -> None:
     together(components.world, check, other_failed=UserError)
 
 
-def resume(config: Config, run_dir: RunDir, learner: Learner, world: World) -> dict[str, Any]:
-    """Load the newest checkpoint, if the run is to be resumed; return the state of the loop."""
+def resume(
+    config: Config, run_dir: RunDir, learner: Learner, world: World, at: int | None = None
+) -> dict[str, Any]:
+    """Load the newest checkpoint, if the run is to be resumed, or that of step `at`, where another
+    policy of the run goes on; return the state of the loop.
+    """
 
     def choose() -> str:
         """Rank 0 alone reads all of them."""
         if not world.is_main or config.run.resume != "auto":
             return ""
-        with writing(run_dir.checkpoints):
-            return str(checkpoint.settle(run_dir.checkpoints) or "")
+        root = run_dir.checkpoints
+        with writing(root):
+            if at is not None:
+                checkpoint.remove_after(root, at)
+            found = checkpoint.settle(root)
+        if at and found != checkpoint.place(root, at):
+            raise UserError(
+                f"{root} has no whole checkpoint of step {at}, from which {config.train.policy} "
+                "would have to go on: bring it back"
+            )
+        return str(found or "")
 
     chosen, *_ = world.gather_text(together(world, choose, other_failed=UserError))
     if not chosen:

@@ -1,5 +1,8 @@
 """A training run between its first step and its last: its parts, and the verbs of the loop that
 need several of them. The parts never change once the run is open; what a verb makes, it returns.
+
+Each policy that a run trains has one: the first samples, measures and says when there is a
+checkpoint, those beside it learn from the same rollouts.
 """
 
 from __future__ import annotations
@@ -7,9 +10,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from flowtrain.agents.base import Agent
@@ -19,31 +21,25 @@ from flowtrain.config.command import Interrupt
 from flowtrain.engines.metered import Meter
 from flowtrain.engines.protocol import Engine
 from flowtrain.evaluation.evaluator import Evaluator, Found, Measured, held_out_name
-from flowtrain.evaluation.metrics import load_benchmarks
 from flowtrain.evaluation.nodes import PoolEvaluations
 from flowtrain.metrics import RunDir, atomic_write_text
 from flowtrain.metrics.learning_signal import LearningSignal
+from flowtrain.metrics.mismatch import MismatchGate
 from flowtrain.metrics.profiler import profiled
-from flowtrain.pool.batch_source import open_batch_source
+from flowtrain.replay.log import ReplayLog
 from flowtrain.rewards import Judge
-from flowtrain.run.banner import train_banner
-from flowtrain.run.resume import SPLITS, check_left, check_splits, resume
 from flowtrain.run.run_logger import RunLogger
 from flowtrain.run.step_counts import Counted, count_step
-from flowtrain.setup.components import RunComponents, lock_run_dir
+from flowtrain.setup.components import RunComponents
 from flowtrain.setup.learner import Learner
 from flowtrain.setup.memory_plan import MemoryPlan
 from flowtrain.setup.placement import Placement
-from flowtrain.setup.token_budget import with_token_budget
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
-from flowtrain.training.devices import MemoryPeak
 from flowtrain.training.records import Prepared, Rollouts
-from flowtrain.training.world import World
 from flowtrain.types import TokenAccount, Trajectory
 from flowtrain.utils.waiting import waiting
-from flowtrain.weights import WeightStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +60,18 @@ class Run:
     judge: Judge | None
     cursor: TaskCursor | MixedCursor
     signal: LearningSignal
+    gate: MismatchGate
     evaluator: Evaluator
     pool: PoolEvaluations | None
     """The nodes that make and evaluate rollouts with `dataflow.url`; None where this run does."""
     logger: RunLogger
+    replay_log: ReplayLog
     run_dir: RunDir
     memory_plan: MemoryPlan
     start_step: int
     """The step of the checkpoint that the run resumes; 0: it begins."""
+    beside: tuple[Run, ...] = ()
+    """Of the other policies that are trained."""
 
     def steps(self) -> Iterator[int]:
         """Yield the steps that are left; of those after the first, `run.profile` are profiled."""
@@ -173,7 +173,11 @@ class Run:
             self.logger.log_evaluation(step, self.evaluator.measured(step, found, versions))
 
     def checkpoint(self, step: int) -> None:
-        """Write a checkpoint of `step`, beside what comes next, after the step's log."""
+        """Write a checkpoint of `step`, beside what comes next, after the step's log; once those of
+        the policies beside are on the disk, for they go on from a step of this one's.
+        """
+        for each in self.beside:
+            each.end(step)
         self.logger.flush()
         state: dict[str, int | str] = {"cursor": self.cursor.position, "version": step}
         pool, evaluated = self.pool, self.logger.evaluated
@@ -203,10 +207,16 @@ class Run:
             self.pool.wait_until_asked()  # or nodes would hear that there is nothing left to do
             self.pool.source.report_progress(last_step, last_step, is_done=True)
             self._log_evaluations(self.pool.wait())
+        for each in self.beside:
+            each.report({}, {})
         trained: dict[str, Any] = {}
         if self.config.eval.at_ends:
             trained, trajectories = self._compare(last_step)
             self.logger.log_trained(trajectories)
+        self.report(warm, trained)
+
+    def report(self, warm: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
+        """Write the report, with the comparisons of both ends where they were made."""
         tokens = None
         if self.pool is not None and self.placement.world.is_main:
             tokens = self.pool.source.token_account()
@@ -256,102 +266,3 @@ def load(engine: Engine, version: int, placement: Placement) -> dict[str, float]
     """Load `version` into the engine of each rank that has one; return the engine's metrics."""
     engine.load(version)
     return placement.of_first_sampler(engine.metrics())
-
-
-@contextmanager
-def open_run(config: Config, interrupt: Interrupt | None = None) -> Iterator[Run]:
-    """Open a run, from its newest checkpoint or from `model.path`; closes it at the end.
-
-    Version `start_step` is then published and loaded. Raises UserError for what the config gets
-    wrong, before the run folder is made, and NothingToDo where more steps are done than asked for.
-    Collective.
-    """
-    with ExitStack() as cleanup:
-        yield _open(config, interrupt or Interrupt(), cleanup)
-
-
-def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
-    world = World.join(config.run.device, config.run.collective_timeout_s)
-    cleanup.callback(world.leave)
-    cleanup.enter_context(lock_run_dir(config, world))
-    check_left(config, world)
-    memory = MemoryPeak(world.device)
-    placement = Placement.of(config, world)
-    components = RunComponents.prepare(config, world)
-    cleanup.callback(components.close)
-    check_splits(components)
-    components = with_token_budget(components, placement)
-    config = components.config
-    benchmarks = load_benchmarks(config)
-    memory_plan = components.plan_memory(placement)
-    if placement.trainers.is_member:
-        memory_plan.check(config)
-    store = WeightStore(Path(config.run.dir) / "weights")
-    # Only the trained policy follows the store, another one is frozen.
-    engines = (
-        components.make_policy_engines({config.train.policy: store})
-        if placement.samplers.is_member and config.samples_here
-        else components.make_no_engines()
-    )
-    judge = components.make_judge()
-    meter = Meter.of(engines)
-    agent = components.make_agent(meter.engines, config.agent.max_turns)
-    cleanup.callback(agent.close)
-    facts = {"memory_plan": memory_plan.parts, SPLITS: components.tasks.splits}
-    run_dir = components.open_run_dir(facts)
-    if world.is_main:  # turns the ids in the logs into words
-        tokenizer = components.policies[config.first_policy].tokenizer
-        atomic_write_text(run_dir.tokenizer, tokenizer.backend_tokenizer.to_str())
-    learner = Learner.make(components, placement, store, run_dir.checkpoints)
-    cleanup.callback(learner.close)
-    with waiting("reading the checkpoint", world.is_main):
-        state = resume(config, run_dir, learner, world)
-    with waiting("publishing and loading the weights", world.is_main):
-        learner.republish(state["step"])
-        load(engines[config.train.policy], state["step"], placement)
-    if world.is_main:  # now that nothing can be refused any more
-        print(train_banner(components, placement, state["step"]), memory_plan.text(), sep="\n")
-    components.show_sources()
-    logger = RunLogger(components, placement, run_dir, memory=memory, start_step=state["step"])
-    cleanup.callback(logger.close)
-    evaluator = Evaluator(
-        components=components,
-        engines=engines,
-        judge=judge,
-        samplers=placement.samplers,
-        benchmarks=benchmarks,
-    )
-    pool = None
-    if config.dataflow.url:
-        source = open_batch_source(
-            config,
-            world,
-            components.registration(state["step"]),
-            trained_from=state["dataflow"],
-            interrupt=interrupt,
-            note=logger.progress.note,
-        )
-        cleanup.callback(source.close)
-        pool = PoolEvaluations(source, config, world, logger.progress.note)
-        cleanup.callback(pool.close)
-        pool.resume(evaluator, logger.evaluated, state["step"])
-    return Run(
-        config=config,
-        components=components,
-        algorithm=components.algorithm,
-        placement=placement,
-        interrupt=interrupt,
-        engines=engines,
-        agent=agent,
-        meter=meter,
-        judge=judge,
-        learner=learner,
-        cursor=components.tasks.cursor(config.run.seed, state["cursor"]),
-        signal=LearningSignal(config, world.is_main),
-        evaluator=evaluator,
-        pool=pool,
-        logger=logger,
-        run_dir=run_dir,
-        memory_plan=memory_plan,
-        start_step=state["step"],
-    )

@@ -48,10 +48,12 @@ class RunLogger:
         *,
         memory: MemoryPeak,
         start_step: int,
+        is_shown: bool = True,
     ) -> None:
         """Open the logs; a run that resumes goes on after the lines of `start_step`.
 
-        `memory` has watched this process from before the model was loaded.
+        `memory` has watched this process from before the model was loaded; `is_shown`: the main
+        rank tells how far the run is.
         """
         config = components.config
         self._config = config
@@ -60,6 +62,9 @@ class RunLogger:
         self._memory = memory
         tflops = _known_tflops(config, placement.world.device)
         self._peak_flops = 1e12 * tflops * placement.trainers.size
+        self.progress = Progress(
+            config.train.num_steps, start_step, is_shown and placement.world.is_main
+        )
         self._cleanup = ExitStack()
         self._writing: Future[None] | None = None
         with ExitStack() as cleanup:  # closes what is open when a later part cannot be opened
@@ -70,7 +75,6 @@ class RunLogger:
         config, path, samplers = self._config, self._run_dir.path, self._placement.samplers
         last_step = start_step or -1  # from the start also means: without the line of step 0
         is_main = self._placement.world.is_main
-        self.progress = Progress(config.train.num_steps, start_step, is_main)
         self._metrics = None
         if is_main:
             self._metrics = MetricsLog(

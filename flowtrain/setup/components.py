@@ -94,6 +94,11 @@ class LearnerComponents:
         """Numbers of parameters of the models that engines of this run hold."""
         return ()
 
+    @property
+    def size_beside(self) -> int:
+        """Number of parameters of the models that are trained beside this one."""
+        return 0
+
     def plan_memory(self, placement: Placement) -> MemoryPlan:
         """Predict the memory of a step of a rank that trains."""
         device = placement.world.device
@@ -102,6 +107,7 @@ class LearnerComponents:
             self.config,
             self.model,
             self.sampled_sizes,
+            size_beside=self.size_beside,
             num_ranks=placement.trainers.size,
             gpu_bytes=torch.cuda.get_device_properties(device).total_memory if is_gpu else 0,
             has_reference=self.algorithm.needs_reference,
@@ -223,6 +229,29 @@ class RunComponents(LearnerComponents):
             cleanup=started,
         )
 
+    def beside(self, policy: PolicyName) -> RunComponents:
+        """Load another policy that the run trains, whose parts are these but for what learns;
+        collective. They are not closed.
+        """
+        if self.branches:
+            raise UserError(
+                f"policies.{policy}.trained=true does not go with algorithm.name="
+                f"{self.config.algorithm.name!r}, whose branches leave at calls of one policy"
+            )
+        config = self.config.beside(policy)
+        algorithm = load_algorithm(config)
+        algorithm.check_agent(self.agent_kind)
+        with waiting(f"loading {config.model.path}", self.world.is_main):
+            load = partial(load_trained_policy, algorithm.config, self.tasks, self.world.is_main)
+            tokenizer, model = together(self.world, load, other_failed=UserError)
+        return replace(
+            self,
+            algorithm=algorithm,
+            tokenizer=tokenizer,
+            model=model,
+            chats=ChatEngines({}, {}),  # which the first one counts
+        )
+
     def show_sources(self) -> None:
         """Print how the files of questions are read, a line each, on the main rank."""
         if self.world.is_main:
@@ -235,6 +264,10 @@ class RunComponents(LearnerComponents):
             return ()
         shared = shared_policies(self.config, self.policies)[1:]  # the first has the weights
         return [spec.num_parameters() for name, spec in self.policies.items() if name not in shared]
+
+    @property
+    def size_beside(self) -> int:
+        return sum(self.policies[name].num_parameters() for name in self.config.trained_beside)
 
     def registration(self, step: int) -> Register:
         """Describe the trained policy to the dataflow, for a run that goes on at `step`."""

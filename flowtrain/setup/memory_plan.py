@@ -41,7 +41,7 @@ its libraries buffers, and a CPU does other things besides."""
 _CPU_COPIES = 1.5
 """So many times its activations come on top of a plan on a CPU, where attention copies the keys of
 each segment of a tree: 1.0 on rows of 32k tokens, growing with them."""
-_SURE = ("weights", "gradients", "moments", "reference", "published", "engine")
+_SURE = ("weights", "gradients", "moments", "reference", "published", "engine", "beside")
 """Parts that a step takes however short its rows are."""
 
 
@@ -123,6 +123,7 @@ def plan_memory(
     num_ranks: int,
     has_reference: bool,
     gpu_bytes: int = 0,
+    size_beside: int = 0,
 ) -> MemoryPlan:
     """Predict the peak of a rank that trains, for a model that is not sharded yet and full rows.
 
@@ -134,6 +135,8 @@ def plan_memory(
         num_ranks: how many ranks train.
         has_reference: a frozen copy of the policy stays beside it.
         gpu_bytes: all memory of the rank's GPU; 0 on a CPU.
+        size_beside: parameters of the policies that are trained beside this one, of which stays
+            what a step leaves.
     """
     train = config.train
     on_gpu = gpu_bytes > 0
@@ -174,6 +177,8 @@ def plan_memory(
         "published": words * keeps_frozen,
         "engine": 0 if has_vllm else sum(engines),
     }
+    kept = sum(parts[name] for name in ("weights", "moments", "reference", "published"))
+    parts["beside"] = kept * size_beside // model.num_parameters()
     vllm = (
         sum(_vllm_bytes(config, weights, gpu_bytes) for weights in engines)
         if has_vllm and on_gpu
