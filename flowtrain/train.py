@@ -42,6 +42,7 @@ from flowtrain.agents.collect import collect, collect_branches
 from flowtrain.algorithms.dynamic_sampling import joined, mixed_first
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt
+from flowtrain.replay.log import ReplayLog
 from flowtrain.rewards import score, shuffle_rewards
 from flowtrain.run.dry_run import dry_run
 from flowtrain.run.opening import open_run
@@ -59,15 +60,17 @@ def train(config: Config) -> int:
         gather = next_batch if run.pool is not None else sample
         warm = run.evaluate_warm()
         interrupt.defer()
+        replay_log = _replay_log(run)
+        beside = [(each, _replay_log(each)) for each in run.beside]
         timer = StepTimer()
         for step in run.steps():
             rollouts = gather(run, step, timer)
             if rollouts is None:
                 run.end(step - 1)
                 return INTERRUPTED
-            for each in run.beside:
-                learn(each, step, rollouts, StepTimer())
-            learn(run, step, rollouts, timer)
+            for each, log in beside:
+                learn(each, step, rollouts, log, StepTimer())
+            learn(run, step, rollouts, replay_log, timer)
             timer = StepTimer()
             # After the log: a kill in between leaves too many lines, not too few.
             if run.is_checkpoint_due(step):
@@ -80,7 +83,11 @@ def train(config: Config) -> int:
     return 0
 
 
-def learn(run: Run, step: int, rollouts: Rollouts, timer: StepTimer) -> None:
+def _replay_log(run: Run) -> ReplayLog:
+    return ReplayLog(run.run_dir, run.config, run.placement, run.start_step)
+
+
+def learn(run: Run, step: int, rollouts: Rollouts, replay_log: ReplayLog, timer: StepTimer) -> None:
     """Train a policy by the step's rollouts; others that are trained learn from the same ones."""
     learner = run.learner
     with timer("collect"):
@@ -98,7 +105,7 @@ def learn(run: Run, step: int, rollouts: Rollouts, timer: StepTimer) -> None:
         loaded = run.load(step)
     with timer("eval"):
         evaluation = run.evaluate(step)
-    kept = run.replay_log.keep(step, rollouts, prepared.batch)
+    kept = replay_log.keep(step, rollouts, prepared.batch)
     run.logger.log(
         step,
         rollouts,

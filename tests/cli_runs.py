@@ -340,9 +340,14 @@ def rows(run: Path, name: str) -> list[dict[str, Any]]:
     return [timeless(record) for record in read(run / name)]
 
 
-def check_same_run(run: Path, full: Path, num_steps: int = NUM_STEPS) -> None:
+LOGS = ("metrics.jsonl", "trajectories.jsonl", "held_out.jsonl")
+
+
+def check_same_run(
+    run: Path, full: Path, num_steps: int = NUM_STEPS, logs: Sequence[str] = LOGS
+) -> None:
     """Apart from the time it took, a run that was resumed is the run that was not."""
-    for name in ("metrics.jsonl", "trajectories.jsonl", "held_out.jsonl"):
+    for name in logs:
         ours, theirs = rows(run, name), rows(full, name)
         assert [record["step"] for record in ours] == [record["step"] for record in theirs], name
         assert all(map(alike, ours, theirs)), name

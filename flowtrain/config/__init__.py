@@ -127,9 +127,7 @@ class Config(Section):
         return tuple(name for name in names if self.policies.get(name, Policy()).trained)
 
     def beside(self, policy: PolicyName) -> Config:
-        """Return the config of another policy that the run trains: as of a run of its own, in a
-        folder of this one's, that measures nothing.
-        """
+        """Return the config by which another policy of the run is trained; it measures nothing."""
         frozen = {
             name: each.model_copy(update={"trained": False}) for name, each in self.policies.items()
         }
@@ -141,7 +139,7 @@ class Config(Section):
             "train": self.train.model_copy(update={"policy": policy}),
             "run": self.run.model_copy(update={"dir": f"{self.run.dir}/policies/{policy}"}),
             "eval": self.eval.model_copy(update={"every": 0, "at_ends": False, "benchmarks": ()}),
-            # One more than the first has, or a kill between the two could leave no step in common.
+            # One more, or a kill between the two could leave no step that both have.
             "checkpoint": self.checkpoint.model_copy(update={"keep": self.checkpoint.keep + 1}),
         }
         return self.model_copy(update=changed)

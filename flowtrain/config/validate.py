@@ -228,18 +228,14 @@ def _check_policies(config: Config) -> None:
 
 
 def _check_trained(config: Config) -> None:
-    beside, key = config.trained_beside, "policies.{}.trained=true"
-    if beside and config.dataflow.url:
-        raise ValueError(
-            f"{key.format(beside[0])} does not go with dataflow.url={config.dataflow.url!r}: with "
-            "nodes each policy has a trainer of its own (docs/agents/workflows.md)"
-        )
-    for name, own in config.policies.items():
-        if own.trained and name not in config.policy_names:
+    for name in (name for name, own in config.policies.items() if own.trained):
+        if config.dataflow.url:
             raise ValueError(
-                f"{key.format(name)} needs roles.{name}={OWN!r}, which is "
-                f"{getattr(config.roles, name)!r}"
+                f"policies.{name}.trained=true does not go with dataflow.url="
+                f"{config.dataflow.url!r}: with nodes each policy has a trainer of its own"
             )
+        if name not in config.policy_names:
+            raise ValueError(f"policies.{name}.trained=true needs roles.{name}={OWN!r}")
 
 
 def _check_roles(config: Config) -> None:

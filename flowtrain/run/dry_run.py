@@ -23,6 +23,7 @@ from flowtrain.engines.protocol import EngineError, NoEngine
 from flowtrain.engines.vllm.process import check_installed
 from flowtrain.evaluation.evaluator import roll_out
 from flowtrain.evaluation.metrics import load_benchmarks
+from flowtrain.run.opening import beside
 from flowtrain.setup.components import RunComponents
 from flowtrain.setup.placement import Placement
 from flowtrain.setup.token_budget import with_token_budget
@@ -65,7 +66,7 @@ def dry_run(config: Config) -> int:
         cleanup.callback(components.close)
         components = with_token_budget(components, placement)
         for name in components.config.trained_beside:
-            components.beside(name)
+            beside(components, name)
         components.show_sources()
         for name, tasks in load_benchmarks(components.config).items():
             _say(f"benchmark {name}: {len(tasks)} questions, {tasks[0].question!r} first")

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from flowtrain.agents.base import Agent
+from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
+from flowtrain.engines.chat_engines import ChatEngines
 from flowtrain.engines.metered import Meter
 from flowtrain.engines.protocol import Engine
 from flowtrain.evaluation.evaluator import Evaluator
@@ -19,22 +22,46 @@ from flowtrain.metrics import atomic_write_text
 from flowtrain.metrics.learning_signal import LearningSignal
 from flowtrain.metrics.mismatch import MismatchGate
 from flowtrain.pool.batch_source import open_batch_source
-from flowtrain.replay.log import ReplayLog
 from flowtrain.rewards import Judge
 from flowtrain.run.banner import train_banner
 from flowtrain.run.resume import SPLITS, check_left, check_splits, resume
 from flowtrain.run.run import Run, load
 from flowtrain.run.run_logger import RunLogger
-from flowtrain.setup.components import RunComponents, lock_run_dir
+from flowtrain.setup.components import RunComponents, load_trained_policy, lock_run_dir
 from flowtrain.setup.learner import Learner
 from flowtrain.setup.memory_plan import MemoryPlan
 from flowtrain.setup.placement import Placement
 from flowtrain.setup.token_budget import with_token_budget
 from flowtrain.training.devices import MemoryPeak
 from flowtrain.training.world import World
-from flowtrain.types import Task
+from flowtrain.types import PolicyName, Task, UserError
 from flowtrain.utils.waiting import waiting
 from flowtrain.weights import WeightStore
+from flowtrain.weights.ranks import together
+
+
+def beside(components: RunComponents, policy: PolicyName) -> RunComponents:
+    """Load another policy that the run trains: the same parts, but for what learns; collective.
+    They are not closed.
+    """
+    if components.branches:
+        raise UserError(
+            f"policies.{policy}.trained=true does not go with algorithm.name="
+            f"{components.config.algorithm.name!r}, whose branches leave at calls of one policy"
+        )
+    algorithm = load_algorithm(components.config.beside(policy))
+    config, world = algorithm.config, components.world
+    algorithm.check_agent(components.agent_kind)
+    with waiting(f"loading {config.model.path}", world.is_main):
+        load = partial(load_trained_policy, config, components.tasks, world.is_main)
+        tokenizer, model = together(world, load, other_failed=UserError)
+    return replace(
+        components,
+        algorithm=algorithm,
+        tokenizer=tokenizer,
+        model=model,
+        chats=ChatEngines({}, {}),  # which the first policy's parts count
+    )
 
 
 @contextmanager
@@ -51,7 +78,7 @@ def open_run(config: Config, interrupt: Interrupt | None = None) -> Iterator[Run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Flow:
-    """What all policies of a run have in common."""
+    """Holds what all policies of a run have in common."""
 
     placement: Placement
     interrupt: Interrupt
@@ -82,7 +109,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     memory_plan = components.plan_memory(placement)
     if placement.trainers.is_member:
         memory_plan.check(config)
-    every = [components, *map(components.beside, config.trained_beside)]
+    every = [components, *(beside(components, name) for name in config.trained_beside)]
     # Only the policies that are trained follow a store, others are frozen.
     stores = {
         each.config.train.policy: WeightStore(Path(each.config.run.dir) / "weights")
@@ -186,7 +213,6 @@ def _open_policy(flow: _Flow, components: RunComponents, first: Run | None = Non
         evaluator=evaluator,
         pool=pool,
         logger=logger,
-        replay_log=ReplayLog(run_dir, config, placement, state["step"]),
         run_dir=run_dir,
         memory_plan=flow.memory_plan,
         start_step=state["step"],

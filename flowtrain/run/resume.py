@@ -14,7 +14,7 @@ from flowtrain.setup.learner import Learner
 from flowtrain.training import checkpoint
 from flowtrain.training.world import World
 from flowtrain.types import UserError
-from flowtrain.utils.files import writing
+from flowtrain.utils.files import remove, writing
 from flowtrain.weights.ranks import together
 
 SPLITS = "splits"
@@ -80,8 +80,9 @@ def resume(
             return ""
         root = run_dir.checkpoints
         with writing(root):
-            if at is not None:
-                checkpoint.remove_after(root, at)
+            later = () if at is None else root.glob("step_????????*")
+            for path in (path for path in later if int(path.name[5:13]) > (at or 0)):
+                remove(path)
             found = checkpoint.settle(root)
         if at and found != checkpoint.place(root, at):
             raise UserError(

@@ -26,7 +26,6 @@ from flowtrain.metrics import RunDir, atomic_write_text
 from flowtrain.metrics.learning_signal import LearningSignal
 from flowtrain.metrics.mismatch import MismatchGate
 from flowtrain.metrics.profiler import profiled
-from flowtrain.replay.log import ReplayLog
 from flowtrain.rewards import Judge
 from flowtrain.run.run_logger import RunLogger
 from flowtrain.run.step_counts import Counted, count_step
@@ -65,7 +64,6 @@ class Run:
     pool: PoolEvaluations | None
     """The nodes that make and evaluate rollouts with `dataflow.url`; None where this run does."""
     logger: RunLogger
-    replay_log: ReplayLog
     run_dir: RunDir
     memory_plan: MemoryPlan
     start_step: int

@@ -229,29 +229,6 @@ class RunComponents(LearnerComponents):
             cleanup=started,
         )
 
-    def beside(self, policy: PolicyName) -> RunComponents:
-        """Load another policy that the run trains, whose parts are these but for what learns;
-        collective. They are not closed.
-        """
-        if self.branches:
-            raise UserError(
-                f"policies.{policy}.trained=true does not go with algorithm.name="
-                f"{self.config.algorithm.name!r}, whose branches leave at calls of one policy"
-            )
-        config = self.config.beside(policy)
-        algorithm = load_algorithm(config)
-        algorithm.check_agent(self.agent_kind)
-        with waiting(f"loading {config.model.path}", self.world.is_main):
-            load = partial(load_trained_policy, algorithm.config, self.tasks, self.world.is_main)
-            tokenizer, model = together(self.world, load, other_failed=UserError)
-        return replace(
-            self,
-            algorithm=algorithm,
-            tokenizer=tokenizer,
-            model=model,
-            chats=ChatEngines({}, {}),  # which the first one counts
-        )
-
     def show_sources(self) -> None:
         """Print how the files of questions are read, a line each, on the main rank."""
         if self.world.is_main:

@@ -292,13 +292,6 @@ def latest(root: Path) -> Path | None:
     return None
 
 
-def remove_after(root: Path, step: int) -> None:
-    """Delete the checkpoints of later steps."""
-    for path in _newest_first(root):
-        if path.stem > place(root, step).name:
-            remove(path)
-
-
 def settle(root: Path) -> Path | None:
     """Choose the checkpoint to resume from, as `latest` does, and rename newer ones, which are
     damaged, so that none of them counts as one of those to keep.

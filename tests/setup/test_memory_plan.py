@@ -63,7 +63,12 @@ def plan(config: Config, model: Any, num_ranks: int, gpu_bytes: int = 0) -> Memo
 
 
 def plan_with(
-    config: Config, model: Any, sampled: list[int], num_ranks: int = 1, gpu_bytes: int = 0
+    config: Config,
+    model: Any,
+    sampled: list[int],
+    num_ranks: int = 1,
+    gpu_bytes: int = 0,
+    size_beside: int = 0,
 ) -> MemoryPlan:
     return plan_memory(
         config,
@@ -72,6 +77,7 @@ def plan_with(
         num_ranks=num_ranks,
         has_reference=load_algorithm(config).needs_reference,
         gpu_bytes=gpu_bytes,
+        size_beside=size_beside,
     )
 
 
@@ -275,6 +281,16 @@ def test_every_policy_that_is_sampled_from_has_an_engine() -> None:
 
 
 @pytest.mark.usefixtures("no_activations")
+def test_of_a_policy_that_is_trained_beside_stays_what_a_step_leaves() -> None:
+    model, options = build(CONFIGS["Llama"]), settings(algorithm={"kl_coef": 0.1})
+    alone = plan(options, model, 1).parts
+    assert alone["beside"] == 0 < min(alone["reference"], alone["moments"])
+    both = plan_with(options, model, [], size_beside=2 * model.num_parameters()).parts
+    kept = ("weights", "moments", "reference", "published")
+    assert both["beside"] == 2 * sum(both[name] for name in kept)
+
+
+@pytest.mark.usefixtures("no_activations")
 def test_a_reference_that_places_branches_counts_too() -> None:
     branching = settings(algorithm={"name": "appo", "kl_coef": 0.0}, appo={"omega": "reference"})
     found = plan(branching, build(CONFIGS["Llama"]), 1)
@@ -352,7 +368,8 @@ def test_the_shipped_configs_fit_where_their_comments_say(
         plan(config, model, num_ranks, gpu_bytes).check(config)
 
 
-SURE = {"weights": 8, "gradients": 8, "moments": 16, "reference": 4, "published": 2, "engine": 3}
+SURE = {"weights": 8, "gradients": 8, "moments": 16, "reference": 4, "published": 2}
+SURE |= {"engine": 2, "beside": 1}
 """GB"""
 
 
@@ -394,6 +411,7 @@ def test_a_refusal_names_the_numbers_the_keys_and_the_cures() -> None:
     parts = {
         **{name: number * BILLION for name, number in SURE.items()},
         "engine": 0,
+        "beside": 0,
         "activations": BILLION,
     }
     config = settings(
