@@ -6,7 +6,8 @@ python -m flowtrain.train --config configs/smollm2.toml \
     --policies.solver.path models/SmolLM2-135M-Instruct \
     --policies.verifier.path models/SmolLM2-135M-Instruct
 
-trains the solver beside a verifier that stays as it is; docs/agents/workflows.md has the rest.
+trains the solver beside a verifier that stays as it is, and with `--policies.verifier.trained true`
+both; docs/agents/workflows.md has the rest.
 """
 
 from flowtrain.agents.chat import Chat

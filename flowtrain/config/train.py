@@ -15,7 +15,8 @@ EXPERTS = ("scripted", "policy")
 
 class Train(Section):
     policy: PolicyKey = "planner"
-    """policy that is trained; others, if there are any, stay as policies.NAME.path holds them"""
+    """policy that is trained; others, if there are any, stay as policies.NAME.path holds them, but
+    for those of policies.NAME.trained"""
     num_steps: int = Field(100, ge=0)
     """steps: one batch of rollouts each; 0: only evaluate"""
     max_idle_steps: int = Field(100, ge=0)

@@ -29,7 +29,8 @@ def train_banner(components: RunComponents, placement: Placement, start_step: in
         + f", after step {start_step}" * (start_step > 0),
         "fused": fused_text(components.model) or "no layers",
     }
-    title = f"{components.algorithm} trains the {config.word_for(train.policy)}"
+    names = (config.word_for(name) for name in (train.policy, *config.trained_beside))
+    title = f"{components.algorithm} trains the {' and the '.join(names)}"
     return _banner(components, title, rows)
 
 
