@@ -84,15 +84,13 @@ controls: run-setup
 	$(TORCHRUN) -m flowtrain.rft $(QUICKSTART) --run.dir $(RUN)/longer --model.path $(PLANNER) --rft.num_steps 1500
 	$(TORCHRUN) -m flowtrain.train $(QUICKSTART) --run.dir $(RUN)/longer_eval --model.path $(RUN)/longer/model --train.num_steps 0
 
-# A planner and a verifier learn at once from nodes of which two are killed and two join, all on this machine. The warm-ups are short: it is the nodes
-# that there is to see.
+# A solver and a verifier learn at once from nodes of which two are killed and two join, all on this machine. The verifier's warm-up is short: it is the
+# nodes that there is to see.
 demo-elastic: $(VENV)/.run
 	$(INSTALL) -e kernels -e '.[serve]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m flowtrain.rft --config configs/verifier.toml --run.seed $(SEED) --run.dir $(RUN)/warm-planner \
-		--rft.num_steps 900
 	OMP_NUM_THREADS=1 $(BIN)/python -m flowtrain.rft --config configs/verifier.toml --run.seed $(SEED) --run.dir $(RUN)/warm-verifier \
 		--train.policy verifier --rft.num_steps 200
-	$(BIN)/python examples/elastic.py --planner $(RUN)/warm-planner/model --verifier $(RUN)/warm-verifier/model --dir $(RUN)/elastic --steps 30
+	$(BIN)/python examples/elastic.py --verifier $(RUN)/warm-verifier/model --dir $(RUN)/elastic --steps 30
 
 # A real instruct model of 135 M parameters, for model.path, and the questions of its configs: downloads 93 MB, converts, checks.
 smollm2: run-setup

@@ -1,12 +1,11 @@
 """Rollout nodes that die and join while two trainers learn, on one machine: what `make
 demo-elastic` shows.
 
-    python examples/elastic.py --planner runs/demo/warm-planner/model --verifier
-    runs/demo/warm-verifier/model --dir runs/demo/elastic
+    python examples/elastic.py --verifier runs/demo/warm-verifier/model --dir runs/demo/elastic
 
-One service, two trainers (planner and verifier, each a model of its own) and three nodes start. Two
-nodes are killed (SIGKILL, in the middle of their rollouts) once a third of the planner's steps are
-done, two new ones join at half. At the end the ledger is audited,
+One service, two trainers (solver and verifier of examples/workflows/facts.py, each a model of its
+own) and three nodes start. Two nodes are killed (SIGKILL, in the middle of their rollouts) once a
+third of the solver's steps are done, two new ones join at half. At the end the ledger is audited,
 and both runs are made again from their logs.
 """
 
@@ -28,7 +27,7 @@ from flowtrain.dataflow.client import Client
 from flowtrain.dataflow.contract import Unavailable
 from flowtrain.net.serving import TOKEN_VARIABLE
 
-_CONFIG = "configs/verifier.toml"
+_CONFIG = "configs/facts.toml"
 _END_S = 30.0
 
 
@@ -111,12 +110,12 @@ class Demo:
         logs = self._dir / "logs"
         logs.mkdir(parents=True)
         serve = ("flowtrain.dataflow", "serve", "--database", str(self.database), "--port", "0")
-        service = self._start("service", (*serve, *self._run_options, *self._models("planner")))
+        service = self._start("service", (*serve, *self._run_options, *self._models("solver")))
         self.url = _printed(service, "serving ").rpartition(" at ")[2]
         self._client = self._cleanup.enter_context(Client(self.url, self._token, 60.0))
-        self._trainers = [self._start_trainer(policy) for policy in ("planner", "verifier")]
-        page = self._start("page", ("flowtrain.view", str(self._dir / "planner"), "--serve"))
-        print(f"watch the planner: {_printed(page, 'open ').split()[0]}")
+        self._trainers = [self._start_trainer(policy) for policy in ("solver", "verifier")]
+        page = self._start("page", ("flowtrain.view", str(self._dir / "solver"), "--serve"))
+        print(f"watch the solver: {_printed(page, 'open ').split()[0]}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -133,10 +132,10 @@ class Demo:
                 versions = self._versions()
                 bar.update(sum(versions.values()) - bar.n)
                 bar.set_postfix(versions)
-                if not killed and versions.get("planner", 0) >= steps // 3:
+                if not killed and versions.get("solver", 0) >= steps // 3:
                     killed = True
                     self._kill("node-1", "node-2")
-                if not joined and versions.get("planner", 0) >= steps // 2:
+                if not joined and versions.get("solver", 0) >= steps // 2:
                     joined = True
                     self._join("node-4", "node-5")
         self._check()
@@ -146,8 +145,8 @@ class Demo:
 
     def _models(self, trained: str) -> tuple[str, ...]:
         """The model that is trained, and where the other policy begins."""
-        other = "verifier" if trained == "planner" else "planner"
-        models = {"planner": self._options.planner, "verifier": self._options.verifier}
+        other = "verifier" if trained == "solver" else "solver"
+        models = {"solver": self._options.solver, "verifier": self._options.verifier}
         return (
             "--train.policy",
             trained,
@@ -217,8 +216,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--planner", required=True, help="folder of its warm model")
-    parser.add_argument("--verifier", required=True, help="folder of its warm model")
+    parser.add_argument("--solver", default="quickstart", help="folder of its model")
+    parser.add_argument("--verifier", required=True, help="folder of its model")
     parser.add_argument(
         "--dir", required=True, help="for everything that the demo writes; it may not exist"
     )
@@ -230,7 +229,7 @@ def main() -> int:
         demo.run()
     database = str(demo.database)
     checks = [("flowtrain.dataflow", "audit", "--database", database)]
-    for policy in ("planner", "verifier"):
+    for policy in ("solver", "verifier"):
         run = str(Path(options.dir) / policy)
         checks.append(("flowtrain.replay", run))
     codes = [

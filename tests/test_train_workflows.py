@@ -107,6 +107,24 @@ def test_one_run_trains_both_by_the_same_rollouts(
         check_same_run(again / folder, whole / folder, num_steps=4, logs=logs)
 
 
+def test_the_workflow_of_the_demo(run: Run) -> None:
+    """On the quickstart's questions; its verifier begins here as the planner that never gave one."""
+    few = ("--rollout.num_questions", "2", "--rollout.group_size", "4", "--eval.num_tasks", "4")
+    own = ("--policies.verifier.path", "quickstart", "--policies.verifier.trained", "true")
+    config = ("--config", EXAMPLE.parents[2] / "configs" / "facts.toml", "--run.threads", "1")
+    function = ("--reward.function", f"{EXAMPLE.with_name('facts.py')}:reward")
+    agent = ("--agent.name", f"{EXAMPLE.with_name('facts.py')}:SolverVerifier", *function)
+    ran = run("run", "--train.num_steps", "1", *few, *own, base=(*config, *agent))
+    assert (ran.path / "policies" / "verifier" / "checkpoints" / "step_00000001").is_dir()
+    for each in ran.rollouts:
+        asked = [turn["policy"] for turn in each["turns"]]
+        assert asked == ["solver", "verifier"] * (len(asked) // 2) and len(asked) in (2, 4, 6, 8)
+        assert all(turn["tool_calls"] for turn in each["turns"][::2])
+        ended = each["turns"][-1]["response_text"].strip() == "STOP"
+        expected = each["policy_rewards"]["solver"] if ended else 0.25
+        assert each["policy_rewards"]["verifier"] == expected
+
+
 @pytest.mark.dist
 def test_a_trainer_for_each_and_nodes_that_come_and_go(
     server: Server, workflow: tuple[object, ...], tmp_path: Path

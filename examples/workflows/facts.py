@@ -32,16 +32,12 @@ async def ask(session: Session, name: str, text: str) -> Call:
 
 
 async def reward(task: Task, answer: str, trajectory: Trajectory) -> ByPolicy:
-    """The solver is paid for a right answer, the verifier for its share of right verdicts."""
-    right, found = [], ""
-    for turn in trajectory.turns:
-        if turn.policy == "solver":
-            found = turn.tool_calls[0].result.text if turn.tool_calls else ""
-        else:
-            is_right, _ = await by_rule(task, value(found))
-            right.append(believes(turn.call) == bool(is_right))
+    """The solver is paid for a right answer, the verifier for having ended the rollout with one;
+    for never ending it a little, or it would end those of which nothing comes.
+    """
     solved, _ = await by_rule(task, answer)
-    return ByPolicy(solver=solved, verifier=sum(right) / max(len(right), 1))
+    has_ended = bool(trajectory.turns) and believes(trajectory.turns[-1].call)
+    return ByPolicy(solver=solved, verifier=solved if has_ended else 0.25)
 
 
 def value(text: str) -> str:
