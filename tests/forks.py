@@ -21,9 +21,9 @@ folder = Path()
 ENV = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 PROGRAM = """
-import atexit, contextlib, faulthandler, gc, json, os, resource, runpy, selectors, socket, sys, threading
-import traceback
-import flowtrain.run.run, flowtrain.agents.agentflow.expert, flowtrain.view.curves
+import atexit, contextlib, faulthandler, gc, json, os, resource, runpy, selectors, socket, sys
+import threading, traceback
+import flowtrain.run.opening, flowtrain.agents.agentflow.expert, flowtrain.view.curves
 import flowtrain.evaluation.benchmarks, flowtrain.setup.memory_plan, flowtrain.run.run_logger
 import flowtrain.algorithms.flow_grpo, flowtrain.run.dry_run, flowtrain.metrics.mismatch
 import flowtrain.tools.search, flowtrain.utils.waiting, bm25s, encodings.utf_8_sig, numpy.ctypeslib

@@ -108,7 +108,7 @@ def test_one_run_trains_both_by_the_same_rollouts(
 
 
 def test_the_workflow_of_the_demo(run: Run) -> None:
-    """On the quickstart's questions; its verifier begins here as the planner that never gave one."""
+    """On the quickstart's questions; its verifier is here one that has never given a verdict."""
     few = ("--rollout.num_questions", "2", "--rollout.group_size", "4", "--eval.num_tasks", "4")
     own = ("--policies.verifier.path", "quickstart", "--policies.verifier.trained", "true")
     config = ("--config", EXAMPLE.parents[2] / "configs" / "facts.toml", "--run.threads", "1")

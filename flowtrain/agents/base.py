@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from flowtrain.agents.agentflow.hints import Hints
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.policy import Policy
 from flowtrain.config import Config
 from flowtrain.engines.chat import ChatEngine
+from flowtrain.tasks.sub_goals import Hints
 from flowtrain.tools import Tool
 from flowtrain.types import BranchStart, PolicyName, Task, Trajectory
 

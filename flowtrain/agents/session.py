@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
-from flowtrain.agents.agentflow.hints import Hints
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
 from flowtrain.agents.policy import Policy, PromptTooLong, ResponsePrefix
 from flowtrain.engines.protocol import EngineError
+from flowtrain.tasks.sub_goals import Hints
 from flowtrain.tools.base import Tool, run_tool
 from flowtrain.types import (
     MAX_TOOL_CALLS,

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
-    from flowtrain.agents.agentflow.hints import Hints
     from flowtrain.agents.registry import AgentKind
     from flowtrain.engines.protocol import Engine, Scorer
     from flowtrain.tasks.sets import TaskSet
+    from flowtrain.tasks.sub_goals import Hints
     from flowtrain.tools import Tool
     from flowtrain.training.minibatch_factor import MinibatchFactor
     from flowtrain.training.token_scores import Scored

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from flowtrain.agents.agentflow.hints import Hints
 from flowtrain.agents.registry import AgentKind
 from flowtrain.algorithms.advantages import reward_of
 from flowtrain.algorithms.flow_grpo import FlowGrpo
 from flowtrain.tasks import sub_goals
 from flowtrain.tasks.sets import TaskSet
+from flowtrain.tasks.sub_goals import Hints
 from flowtrain.tools import Tool
 from flowtrain.types import Group, TrainBatch, Trajectory, UserError
 

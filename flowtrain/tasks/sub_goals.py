@@ -1,18 +1,26 @@
-"""The sub-goals that a rollout has reached (InfoFlow, arXiv 2510.26575, section 3).
+"""The sub-goals that a rollout has reached, and hints for one that is stuck (InfoFlow, arXiv
+2510.26575, section 3); `algorithms/infoflow.py` makes rewards and rates of them.
 
 The matching rule is ours, because the paper gives none. It has two sides: a tool finds a name of
 the sub-goal, and later the planner's text of some turn, or what the generator wrote, has one too.
 Text alone would reward dropping names, results alone would reward luck. A tool that was given the
 name finds nothing, so that lists of candidates earn nothing; nor does a model's memory. An answer
 by rules is no text: it copies a result. A sub-goal that the question names does not count.
+
+A hint comes from the environment: it is part of the prompt, which is never trained, and the tokens
+sampled after it are on-policy for that prompt. It names the next thing to look for, never what will
+be found. When and what are ours where the paper has no rule.
 """
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from flowtrain.types import SubGoal, Task, Turn, UserError
+from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.text import words
 
 MEMORY = "Base_Generator"
@@ -70,6 +78,29 @@ def check(task: Task) -> None:
                 raise UserError(
                     f"task {task.id!r}: the query {goal.query!r} of a sub-goal gives {name!r} away"
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """Gives a rollout one hint at most, from turn `turn` on, after `patience` turns in vain."""
+
+    rate: float
+    """Probability that a rollout may get a hint; evaluation gives none."""
+    turn: int
+    """First turn (from 0) that may read one."""
+    patience: int
+    """Turns in a row that reached no sub-goal."""
+
+    def give(self, task: Task, turns: Sequence[Turn], seed: int) -> str:
+        """Return the hint for the next turn, or ""; it depends on the rollout alone."""
+        if len(turns) < max(self.turn, self.patience):
+            return ""
+        if random.Random(derive_seed(seed, "hint")).random() >= self.rate:
+            return ""
+        reached = solved(task, turns)
+        if len(reached) > len(solved(task, turns[: len(turns) - self.patience])):
+            return ""
+        return next((goal.query for goal in sought(task) if goal.query and goal not in reached), "")
 
 
 def findings(turn: Turn) -> Iterator[tuple[str, str]]:

@@ -9,11 +9,11 @@ import make
 import pytest
 from make import Chat, call
 
-from flowtrain.agents.agentflow.hints import Hints
 from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
 from flowtrain.agents.agentflow.refiner import FullRefinerPrompt, ModelRefiner, Refiner, RuleRefiner
 from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.agents.policy import Moment
+from flowtrain.tasks.sub_goals import Hints
 from flowtrain.types import Action, SubGoal, Task, ToolResult, Turn
 
 GOALS = (

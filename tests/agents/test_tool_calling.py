@@ -13,13 +13,13 @@ from make import Engine
 from transformers import PreTrainedTokenizerFast
 
 from flowtrain.agents.agentflow.build import make_policy
-from flowtrain.agents.agentflow.hints import Hints
 from flowtrain.agents.agentflow.prompts import CHAT_TEMPLATE
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.registry import load_kind
 from flowtrain.agents.talking.tool_calling import ToolCallingAgent
 from flowtrain.agents.talking.tool_formats import FORMATS, WrittenCall
 from flowtrain.config import Config
+from flowtrain.tasks.sub_goals import Hints
 from flowtrain.tools.base import Parameter, ToolCard, ToolError, schema_of
 from flowtrain.types import (
     BranchPoint,

@@ -9,10 +9,10 @@ import pytest
 from batches import batch, flow_grpo
 from make import call, group, turn
 
-from flowtrain.agents.agentflow.hints import Hints
 from flowtrain.agents.registry import load_kind
 from flowtrain.algorithms.registry import load_algorithm
 from flowtrain.config import Config
+from flowtrain.tasks.sub_goals import Hints
 from flowtrain.types import Trajectory, UserError
 
 TURN = turn(2)

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from flowtrain.agents.agentflow.analyst import Analyst
 from flowtrain.agents.agentflow.executor import Executed, Executor
 from flowtrain.agents.agentflow.generator import Answer, Generator
-from flowtrain.agents.agentflow.hints import Hints
 from flowtrain.agents.agentflow.memory import Budget, Memory, MemoryEntry
 from flowtrain.agents.agentflow.planner import Plan, Planner
 from flowtrain.agents.agentflow.refiner import Refiner
@@ -29,6 +28,7 @@ from flowtrain.agents.agentflow.verifier import Verifier
 from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
 from flowtrain.agents.policy import Moment, PromptTooLong, ResponsePrefix
 from flowtrain.engines.protocol import EngineError
+from flowtrain.tasks.sub_goals import Hints
 from flowtrain.types import BranchStart, Call, PolicyName, Task, Trajectory, Turn, Verdict
 from flowtrain.utils.seeds import derive_seed
 
