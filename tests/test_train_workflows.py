@@ -109,7 +109,7 @@ def test_one_run_trains_both_by_the_same_rollouts(
 
 def test_the_workflow_of_the_demo(run: Run) -> None:
     """On the quickstart's questions; its verifier is here one that has never given a verdict."""
-    few = ("--rollout.num_questions", "2", "--rollout.group_size", "4", "--eval.num_tasks", "4")
+    few = ("--rollout.num_questions", "2", "--rollout.group_size", "4", "--eval.at_ends", "false")
     own = ("--policies.verifier.path", "quickstart", "--policies.verifier.trained", "true")
     config = ("--config", EXAMPLE.parents[2] / "configs" / "facts.toml", "--run.threads", "1")
     function = ("--reward.function", f"{EXAMPLE.with_name('facts.py')}:reward")
