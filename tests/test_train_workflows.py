@@ -84,7 +84,8 @@ def test_one_run_trains_both_by_the_same_rollouts(
 ) -> None:
     """And goes on with both where it was killed between their checkpoints."""
     both = (*workflow, "--policies.verifier.trained", "true", "--checkpoint.every", "1")
-    both = (*both, "--log.replay", "true", "--train.num_steps", "4", "--train.lr", "1e-3")
+    both = (*both, "--checkpoint.keep", "1", "--train.num_steps", "4", "--train.lr", "1e-3")
+    both = (*both, "--log.replay", "true")
     whole = run("whole", base=both).path
     folders = {"solver": Path(), "verifier": Path("policies/verifier")}
     groups = {}

@@ -6,6 +6,7 @@ runs/texts/
   checkpoints/       made by the trainer
   weights/           made by the weight store
   tokenizer.json     of the ids in the logs
+  policies/NAME/     such a folder of another policy that the run trains
   replay/            what steps were trained from, with log.replay
   profile/           trace.json.gz and operators.txt, with run.profile
   metrics.jsonl, trajectories.jsonl, held_out.jsonl, tensorboard/, curves.png, summary.json
