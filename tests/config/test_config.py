@@ -422,7 +422,9 @@ def test_a_config_built_in_code_refuses_unknown_keys() -> None:
 
 
 def test_every_shipped_config_is_valid() -> None:
-    anywhere = "quickstart appo infoflow gameof24 verifier gateway tools smollm2 smollm2-agentflow"
+    anywhere = (
+        "quickstart appo infoflow gameof24 verifier facts gateway tools smollm2 smollm2-agentflow"
+    )
     for path in Path("configs").glob("*.toml"):
         runs_anywhere = path.stem in (*anywhere.split(), "gemma3-270m")
         engine = parsed("--config", str(path)).rollout.engine
@@ -485,6 +487,18 @@ def test_the_trained_policys_model_is_that_of_the_model_section() -> None:
     assert found == (("model.path", "m"), ("policies.verifier.path", "v"))
     found = (verifier.path_of("planner"), verifier.path_of("verifier"))
     assert found == (("policies.planner.path", "p"), ("model.path", "m"))
+
+
+def test_a_policy_beside_the_first_has_a_run_of_its_own_that_measures_nothing() -> None:
+    words = "--roles.verifier own --policies.verifier.path v --policies.verifier.trained true"
+    config = parsed(*f"{words} --model.path m --run.dir r --checkpoint.keep 3".split())
+    assert config.trained_beside == ("verifier",)
+    beside = config.beside("verifier")
+    assert (beside.train.policy, beside.run.dir) == ("verifier", "r/policies/verifier")
+    assert beside.path_of("verifier") == ("model.path", "v")
+    assert beside.path_of("planner") == ("policies.planner.path", "m")
+    assert beside.trained_beside == () and beside.checkpoint.keep == 4
+    assert (beside.eval.every, beside.eval.at_ends, beside.eval.benchmarks) == (0, False, ())
 
 
 # ---- batches from nodes
