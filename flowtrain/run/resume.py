@@ -80,14 +80,14 @@ def resume(
             return ""
         root = run_dir.checkpoints
         with writing(root):
-            later = () if at is None else root.glob("step_????????*")
-            for path in (path for path in later if int(path.name[5:13]) > (at or 0)):
-                remove(path)
+            for path in root.glob("step_????????*"):
+                if at is not None and int(path.name[5:13]) > at:
+                    remove(path)
             found = checkpoint.settle(root)
         if at and found != checkpoint.place(root, at):
             raise UserError(
-                f"{root} has no whole checkpoint of step {at}, from which {config.train.policy} "
-                "would have to go on: bring it back"
+                f"{root} has no whole checkpoint of step {at}, from which the "
+                f"{config.train.policy} would go on: bring it back, or choose another --run.dir"
             )
         return str(found or "")
 
