@@ -47,6 +47,7 @@ from flowtrain.rewards import score, shuffle_rewards
 from flowtrain.run.dry_run import dry_run
 from flowtrain.run.opening import open_run
 from flowtrain.run.run import Run
+from flowtrain.run.step_counts import Counted
 from flowtrain.training.records import Rollouts
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.step_timer import StepTimer
@@ -68,14 +69,15 @@ def train(config: Config) -> int:
             if rollouts is None:
                 run.end(step - 1)
                 return INTERRUPTED
-            for each, log in beside:
-                learn(each, step, rollouts, log, StepTimer())
-            learn(run, step, rollouts, replay_log, timer)
+            counts = [learn(each, step, rollouts, log, StepTimer()) for each, log in beside]
+            counts.append(learn(run, step, rollouts, replay_log, timer))
             timer = StepTimer()
             # After the log: a kill in between leaves too many lines, not too few.
             if run.is_checkpoint_due(step):
                 with timer("checkpoint"):
                     run.checkpoint(step)
+            for each, counted in zip((*run.beside, run), counts, strict=True):
+                each.watch(step, counted)
             if run.is_interrupted():
                 run.end(step)
                 return INTERRUPTED
@@ -87,7 +89,9 @@ def _replay_log(run: Run) -> ReplayLog:
     return ReplayLog(run.run_dir, run.config, run.placement, run.start_step)
 
 
-def learn(run: Run, step: int, rollouts: Rollouts, replay_log: ReplayLog, timer: StepTimer) -> None:
+def learn(
+    run: Run, step: int, rollouts: Rollouts, replay_log: ReplayLog, timer: StepTimer
+) -> Counted:
     """Train a policy by the step's rollouts; others that are trained learn from the same ones."""
     learner = run.learner
     with timer("collect"):
@@ -117,8 +121,7 @@ def learn(run: Run, step: int, rollouts: Rollouts, replay_log: ReplayLog, timer:
         evaluation=evaluation,
         seconds=timer.metrics(),
     )
-    run.signal.watch(step, counted.total)
-    run.gate.watch(step, counted.mismatch)
+    return counted
 
 
 def sample(run: Run, step: int, timer: StepTimer) -> Rollouts:

@@ -82,7 +82,7 @@ def test_the_memory_plan_is_left_beside_what_was_measured(full: Path) -> None:
     )
     parts = plan["memory_plan"]
     held = ("weights", "gradients", "reference", "engine")
-    others = ("moments", "gathered", "activations", "head", "merged", "published")
+    others = ("moments", "gathered", "activations", "head", "merged", "published", "beside")
     assert set(parts) == {*held, *others}
     assert {parts[name] for name in held} == {parts["moments"] // 2} != {0}
     assert summary["planned_memory_gb"] == pytest.approx(sum(parts.values()) / 1e9)

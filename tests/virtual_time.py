@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,9 +26,6 @@ class Clock:
 
     now: float = 1000.0
 
-    def read(self) -> float:
-        return self.now
-
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, as `asyncio.run` does, in virtual time."""
@@ -36,13 +35,19 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def clock() -> Iterator[Clock]:
-    """New event loops, one per `run_to_end`, and the clocks of `time` have one virtual time."""
-    shared = Clock()
+    """New event loops, one per `run_to_end`, and the clocks of `time` have one virtual time; not
+    for threads that were there before, whose loops would sleep until it has come.
+    """
+    shared, others = Clock(), {*threading.enumerate()} - {threading.current_thread()}
+
+    def own(real: Callable[[], float]) -> Callable[[], float]:
+        return lambda: real() if threading.current_thread() in others else shared.now
+
     with (
         patch("asyncio.events.new_event_loop", lambda: _Loop(shared)),
         patch("flowtrain.utils.loops._shared.run", lambda work, _: asyncio.run(work)),
-        patch("time.monotonic", shared.read),
-        patch("time.perf_counter", shared.read),
+        patch("time.monotonic", own(time.monotonic)),
+        patch("time.perf_counter", own(time.perf_counter)),
     ):
         yield shared
 

@@ -131,6 +131,13 @@ class Run:
             world=self.placement.world,
         )
 
+    def watch(self, step: int, counted: Counted) -> None:
+        """Warn where a step had nothing to learn from. Raises UserError, once the checkpoint is
+        written, where trainer and sampler disagree.
+        """
+        self.signal.watch(step, counted.total)
+        self.gate.watch(step, counted.mismatch)
+
     def publish(self, version: int, tokens: TokenAccount) -> dict[str, float | str]:
         """Publish the policy's weights; done on every rank when it returns the metrics.
 

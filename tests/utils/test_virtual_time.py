@@ -73,3 +73,27 @@ def test_who_waits_for_what_never_comes_is_told() -> None:
 
     with pytest.raises(AssertionError, match="all wait for what no timer"):
         virtual_time.run(main())
+
+
+def test_a_loop_on_another_thread_keeps_its_own_time() -> None:
+    """One that went to sleep by a clock ahead of its own would not wake up again."""
+    ticks: list[float] = []
+    is_over = threading.Event()
+
+    async def tick() -> None:
+        while not is_over.is_set():
+            await asyncio.sleep(0.001)
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=asyncio.run, args=(tick(),), daemon=True)
+    thread.start()
+    with virtual_time.clock() as clock:
+        clock.now = time.monotonic() + 1e6
+        assert time.monotonic() > 1e6
+        before, most = len(ticks), 5000
+        while len(ticks) < before + 3 and (most := most - 1):
+            is_over.wait(0.001)
+    is_over.set()
+    assert most, "it sleeps"
+    thread.join()
+    assert max(ticks) < 1e6 + ticks[0]
