@@ -61,22 +61,23 @@ def train(config: Config) -> int:
         gather = next_batch if run.pool is not None else sample
         warm = run.evaluate_warm()
         interrupt.defer()
-        replay_log = _replay_log(run)
-        beside = [(each, _replay_log(each)) for each in run.beside]
+        policies = [(each, _replay_log(each)) for each in (*run.beside, run)]
         timer = StepTimer()
         for step in run.steps():
             rollouts = gather(run, step, timer)
             if rollouts is None:
                 run.end(step - 1)
                 return INTERRUPTED
-            counts = [learn(each, step, rollouts, log, StepTimer()) for each, log in beside]
-            counts.append(learn(run, step, rollouts, replay_log, timer))
+            counts = [
+                learn(each, step, rollouts, log, timer if each is run else StepTimer())
+                for each, log in policies
+            ]
             timer = StepTimer()
             # After the log: a kill in between leaves too many lines, not too few.
             if run.is_checkpoint_due(step):
                 with timer("checkpoint"):
                     run.checkpoint(step)
-            for each, counted in zip((*run.beside, run), counts, strict=True):
+            for (each, _), counted in zip(policies, counts, strict=True):
                 each.watch(step, counted)
             if run.is_interrupted():
                 run.end(step)

@@ -304,6 +304,12 @@ class Algorithm:
                 f"algorithm.overlong_buffer={a.overlong_buffer} must be at most "
                 f"rollout.max_new_tokens={self.config.rollout.max_new_tokens}"
             )
+        beside = self.config.trained_beside
+        if beside and self.num_roots != self.config.rollout.group_size:
+            raise UserError(
+                f"policies.{beside[0]}.trained=true does not go with algorithm.name={a.name!r}, "
+                "whose branches leave at calls of one policy"
+            )
         if self.config.dataflow.url:
             self.check_nodes()
 

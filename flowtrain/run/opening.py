@@ -44,11 +44,6 @@ def beside(components: RunComponents, policy: PolicyName) -> RunComponents:
     """Load another policy that the run trains: the same parts, but for what learns; collective.
     They are not closed.
     """
-    if components.branches:
-        raise UserError(
-            f"policies.{policy}.trained=true does not go with algorithm.name="
-            f"{components.config.algorithm.name!r}, whose branches leave at calls of one policy"
-        )
     algorithm = load_algorithm(components.config.beside(policy))
     config, world = algorithm.config, components.world
     algorithm.check_agent(components.agent_kind)
@@ -160,7 +155,7 @@ def _open_policy(flow: _Flow, components: RunComponents, first: Run | None = Non
     with waiting("publishing and loading the weights", world.is_main):
         learner.republish(state["step"])
         load(flow.engines[policy], state["step"], placement)
-    if first is None:  # now that nothing can be refused any more
+    if first is None:  # now that the config cannot be refused any more
         if world.is_main:
             banner = train_banner(components, placement, state["step"])
             print(banner, flow.memory_plan.text(), sep="\n")

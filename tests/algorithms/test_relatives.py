@@ -98,6 +98,13 @@ def test_one_mode_of_two_and_an_algorithm_that_makes_its_samples_itself() -> Non
         made("flow_grpo", algorithm={"overlong_buffer": 11})
     with pytest.raises(UserError, match=r"dynamic_sampling=1 must be 0 with dataflow\.url"):
         made("rloo", algorithm={"dynamic_sampling": 1}, dataflow={"url": "http://x:1"})
+    beside = {
+        "roles": {"verifier": "own"},
+        "policies": {"verifier": {"path": "v", "trained": True}},
+    }
+    made("infoflow", **beside)
+    with pytest.raises(UserError, match=r"trained=true does not go with algorithm\.name='appo'"):
+        made("appo", appo={"num_roots": 2}, **beside)
     told = r"dynamic_sampling=1 needs algorithm\.equal_groups = 'drop'"
     with pytest.raises(UserError, match=told):
         made("rloo", algorithm={"dynamic_sampling": 1})
