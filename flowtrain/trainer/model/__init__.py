@@ -1,0 +1,1 @@
+"""Load models, check them, and equip their layers for token trees."""
