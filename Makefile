@@ -119,7 +119,7 @@ durations: setup
 
 # The attacks of the tests for longer, each from where it stopped the last time; the time is for all of them together.
 attack: setup
-	ATTACK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m attack --timeout 0 -v tests/attacks tests/dataflow/test_chaos.py
+	ATTACK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m attack --timeout 0 -v tests/attacks tests/rollouts/test_chaos.py
 
 # Tests of packages that others import, and that print, wherever they are, or that hold others back in uv.lock: here they are in a folder of
 # their own.
@@ -128,7 +128,7 @@ $(VENV)/optional/.done: $(VENV)/.done
 	touch $@
 
 test-optional: $(VENV)/optional/.done
-	PYTHONPATH=$(VENV)/optional $(BIN)/python -m pytest -n $(JOBS) tests/training/test_optimizers.py tests/agents/test_gateway_wires.py
+	PYTHONPATH=$(VENV)/optional $(BIN)/python -m pytest -n $(JOBS) tests/trainer/test_optimizers.py tests/agents/test_gateway_wires.py
 
 # Environments of packages that hold others back, each in an environment of its own that sees this one behind it.
 $(VENV)/openenv/.done: WANTED = 'openenv>=0.10'
@@ -152,7 +152,7 @@ $(VENV)/loggers/.done: $(VENV)/.done
 
 test-loggers: $(VENV)/loggers/.done
 	PYTHONPATH=kernels:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
-		$(VENV)/loggers/bin/python -m pytest tests/metrics/test_loggers.py
+		$(VENV)/loggers/bin/python -m pytest tests/logging/test_loggers.py
 
 # A run on a Ray cluster of this machine, in an environment that sees this one.
 $(VENV)/ray/.done: $(VENV)/.done
@@ -166,9 +166,9 @@ test-ray: $(VENV)/ray/.done
 
 # In processes of their own: the last runs vLLM in it, which does not bear all that other tests import.
 test-vllm: $(VENV)/.vllm
-	$(BIN)/python -m pytest tests/engines/test_vllm_engine.py tests/engines/test_vllm_adapters.py tests/engines/test_vllm_parallel.py \
-		tests/engines/test_sampler_entropies.py tests/engines/test_vllm_reads_checkpoints.py \
-		tests/engines/test_vllm_routes.py; code=$$?; \
+	$(BIN)/python -m pytest tests/inference/test_vllm_engine.py tests/inference/test_vllm_adapters.py tests/inference/test_vllm_parallel.py \
+		tests/inference/test_sampler_entropies.py tests/inference/test_vllm_reads_checkpoints.py \
+		tests/inference/test_vllm_routes.py; code=$$?; \
 		test $$code -le 1 && $(BIN)/python -m pytest tests/weights/test_vllm_plugin.py tests/weights/test_vllm_families.py && exit $$code
 
 # Both distributions in dist/, as the index takes them, and their pages checked.

@@ -58,9 +58,9 @@ TRAINED = (
     "csrc",
     *(f"flowtrain/{room}" for room in ("training", "weights", "setup", "run")),
 )
-REHEARSAL = ("bench", "flowtrain/engines", "flowtrain/train.py", ".ci/rehearse_gpu.sh")
+REHEARSAL = ("bench", "flowtrain/inference", "flowtrain/train.py", ".ci/rehearse_gpu.sh")
 GPU = (*REHEARSAL, *TRAINED, "tests/kernels", *ENVIRONMENT)
-VLLM = ("flowtrain/engines", "flowtrain/weights", "flowtrain/config", "csrc", *ENVIRONMENT)
+VLLM = ("flowtrain/inference", "flowtrain/weights", "flowtrain/config", "csrc", *ENVIRONMENT)
 
 
 class Stage(NamedTuple):
@@ -105,7 +105,7 @@ STAGES = (
         "optional",
         "make test-optional VENV={venv}",
         (
-            *("flowtrain/training", "flowtrain/agents/gateway", "tests/training", "tests/agents"),
+            *("flowtrain/trainer", "flowtrain/agents/gateway", "tests/trainer", "tests/agents"),
             *ENVIRONMENT,
         ),
         pytest="PYTHONPATH={venv}/optional " + TESTS,
@@ -113,7 +113,7 @@ STAGES = (
     Stage(
         "vllm",
         "make test-vllm VENV={venv}",
-        ("tests/engines", "tests/weights", ".ci/install_vllm_cpu.py", *VLLM),
+        ("tests/inference", "tests/weights", ".ci/install_vllm_cpu.py", *VLLM),
         pytest=TESTS,
     ),
     # Both distributions, built and used in new environments.

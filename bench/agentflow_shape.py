@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flowtrain.types import Sample
+from flowtrain.records import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,7 +69,7 @@ def random_model(shape: str, max_positions: int) -> PreTrainedModel:
     """Qwen2's or Qwen3.5's layers with random weights, on torch's device of the moment."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    from flowtrain.training import attention
+    from flowtrain.trainer.attention import registration as attention
 
     width, mlp, layers, heads, key_heads, vocab = SHAPES[shape]
     torch.manual_seed(0)

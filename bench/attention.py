@@ -38,9 +38,9 @@ from bench import tree_attention
 from bench.agentflow_shape import agentflow_samples
 from bench.measure import seconds_of
 from bench.tree_attention import SplitTree
-from flowtrain.training import flex
-from flowtrain.training.tree import PackedRow, pack_rows
-from flowtrain.types import Sample
+from flowtrain.records import Sample
+from flowtrain.trainer.attention import flex
+from flowtrain.trainer.packing import PackedRow, pack_rows
 
 HEADS = {"0.5b": (14, 2, 64), "7b": (28, 4, 128)}
 """Heads, key heads and their size."""

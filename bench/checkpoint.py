@@ -19,13 +19,12 @@ from typing import Any
 import torch
 
 from bench.measure import new_parser, report
-from flowtrain import toy
-from flowtrain.training import checkpoint
-from flowtrain.training import model as models
-from flowtrain.training.devices import MemoryPeak
-from flowtrain.training.optimizers import ShardOptimizer
-from flowtrain.training.sharding import ShardSpec, shard
-from flowtrain.training.world import World
+from flowtrain.trainer import checkpoint, toy
+from flowtrain.trainer.devices import MemoryPeak
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.optimizers import ShardOptimizer
+from flowtrain.trainer.sharding import ShardSpec, shard
 from flowtrain.utils.commands import end_process
 from flowtrain.weights.format.checksums import checksum_of
 

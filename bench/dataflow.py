@@ -38,9 +38,9 @@ from bench.dataflow_service import LIFE, NODE, POLICY, Service, group, new_datab
 from bench.light_nodes import Node, Seen
 from bench.measure import new_parser, report
 from flowtrain.config import Checkpoint
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import (
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.codec import pack_group
+from flowtrain.rollouts.contract import (
     BatchRequest,
     Join,
     Lease,

@@ -1,4 +1,4 @@
-"""The service of the dataflow for `bench.dataflow`: `python -m flowtrain.dataflow serve` over HTTP
+"""The service of the dataflow for `bench.dataflow`: `python -m flowtrain.rollouts serve` over HTTP
 on loopback with its database on disk, and groups as large as those of the quickstart.
 """
 
@@ -18,9 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.contract import Lease, Register
-from flowtrain.types import (
+from flowtrain.records import (
     Action,
     Call,
     FinishReason,
@@ -32,6 +30,8 @@ from flowtrain.types import (
     Verdict,
     VersionSpan,
 )
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.contract import Lease, Register
 
 NODE, LIFE, POLICY = "bench", "a", "planner"
 GROUP_SIZE = 8
@@ -92,7 +92,7 @@ def service(
         "rollout.group_size": GROUP_SIZE,
         "dataflow.max_waiting": max_waiting and max(max_waiting, num_groups),
     }
-    command = [sys.executable, "-m", "flowtrain.dataflow", "serve", "--database", database]
+    command = [sys.executable, "-m", "flowtrain.rollouts", "serve", "--database", database]
     command += ["--port", "0"]
     command += [word for key, number in sizes.items() for word in (f"--{key}", str(number))]
     token = secrets.token_urlsafe(16)

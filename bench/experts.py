@@ -25,7 +25,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from bench.layers import saved_bytes
 from bench.measure import median_ratio, new_parser, report, runs_here, seconds_in_turn
-from flowtrain.training import grouped_experts
+from flowtrain.trainer.model import grouped_experts
 
 WAYS = (grouped_experts.NAME, "grouped_mm", "eager", "sonicmoe", "deepgemm")
 

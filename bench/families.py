@@ -18,13 +18,14 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bench.measure import new_parser, report
-from flowtrain.training import attention, delta_net, experts
-from flowtrain.training.fused_layers import fuse_layers, fused_text
-from flowtrain.training.lm_head import equip, fused_head
-from flowtrain.training.model_check import check_config
-from flowtrain.training.row_loss import score_row
-from flowtrain.training.tree import in_order, pack_rows
-from flowtrain.types import Sample, UserError
+from flowtrain.records import Sample, UserError
+from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.lm_head import equip, fused_head
+from flowtrain.trainer.model import delta_net, experts
+from flowtrain.trainer.model.check import check_config
+from flowtrain.trainer.model.fused_layers import fuse_layers, fused_text
+from flowtrain.trainer.packing import in_order, pack_rows
+from flowtrain.trainer.row_loss import score_row
 
 VOCAB = 100
 SHAPE: dict[str, Any] = {

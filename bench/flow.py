@@ -23,11 +23,11 @@ from flowtrain.agents.agentflow.prompts import CompactPrompt
 from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.agents.collect import collect
 from flowtrain.agents.policy import Policy
+from flowtrain.records import Completion, FinishReason, Sampling, Task
 from flowtrain.tools.base_generator import GuessGenerator
 from flowtrain.tools.sandbox import bubblewrap, limits, seccomp
 from flowtrain.tools.sandbox.host import ProcessSandbox
 from flowtrain.tools.sandbox.server import Backend
-from flowtrain.types import Completion, FinishReason, Sampling, Task
 
 
 def main() -> None:

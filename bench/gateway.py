@@ -28,7 +28,7 @@ from bench.gateway_clients import TURNS, WIRES, Clients
 from bench.measure import Table, new_parser
 from bench.simulated_chat import make_context
 from flowtrain.agents.gateway.agent import GatewayAgent
-from flowtrain.types import Task
+from flowtrain.records import Task
 
 
 def main(argv: Sequence[str] | None = None) -> None:

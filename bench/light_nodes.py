@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from bench.dataflow_service import LIFE, POLICY, Service
-from flowtrain.dataflow.codec import pack, unpack
-from flowtrain.dataflow.contract import (
+from flowtrain.rollouts.codec import pack, unpack
+from flowtrain.rollouts.contract import (
     Lease,
     LeaseRequest,
     Leases,
@@ -25,8 +25,8 @@ from flowtrain.dataflow.contract import (
     Renewal,
     Renewed,
 )
-from flowtrain.dataflow.wire import MAX_WAIT_S, PREFIX
-from flowtrain.net.retries import pause_s
+from flowtrain.rollouts.wire import MAX_WAIT_S, PREFIX
+from flowtrain.utils.net.retries import pause_s
 
 T = TypeVar("T")
 

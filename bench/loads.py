@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from bench.measure import report
 from bench.weights import change, config_of, new_weights, parser_of
-from flowtrain.engines.vllm.plan import make_plan, prove
-from flowtrain.engines.vllm.sharded_target import ShardedTarget
+from flowtrain.inference.vllm.plan import make_plan, prove
+from flowtrain.inference.vllm.sharded_target import ShardedTarget
 from flowtrain.weights import Publisher, PublishOptions, SnapshotPolicy, WeightReader, WeightStore
 from flowtrain.weights.format.layout import Layout
 from flowtrain.weights.ranks import Alone

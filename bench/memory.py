@@ -29,17 +29,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from bench import model_folder
 from bench.measure import new_parser, report
 from flowtrain.config import Config, Lora
-from flowtrain.setup.memory_plan import plan_memory
-from flowtrain.training import attention
-from flowtrain.training.devices import MemoryPeak
-from flowtrain.training.lora import add_adapter
-from flowtrain.training.model import load_model
-from flowtrain.training.optimizers import KINDS
-from flowtrain.training.sharding import ShardSpec, shard
-from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import pack_rows
-from flowtrain.training.world import World
-from flowtrain.types import Sample
+from flowtrain.records import Sample
+from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.devices import MemoryPeak
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model.loading import load_model
+from flowtrain.trainer.model.lora import add_adapter
+from flowtrain.trainer.optimizers import KINDS
+from flowtrain.trainer.packing import pack_rows
+from flowtrain.trainer.setup.memory_plan import plan_memory
+from flowtrain.trainer.sharding import ShardSpec, shard
+from flowtrain.trainer.trainer import OptimSpec, Trainer
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain.algorithms.advantages import normalise
-from flowtrain.engines.token_chat import encode_chat
-from flowtrain.engines.torch_engine import TorchEngine
+from flowtrain.inference.token_chat import encode_chat
+from flowtrain.inference.torch_engine import TorchEngine
+from flowtrain.records import Completion, Sample, Sampling, Task, UserError
 from flowtrain.rewards.squad import token_f1
-from flowtrain.training.model import load_model, load_tokenizer
-from flowtrain.types import Completion, Sample, Sampling, Task, UserError
+from flowtrain.trainer.model.loading import load_model, load_tokenizer
 from flowtrain.utils.text import final_answer
 
 _MOST_TRIES = 10

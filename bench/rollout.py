@@ -31,13 +31,13 @@ from bench import model_folder
 from bench.measure import Row, median_ratio, new_parser, report, time_in_turn
 from bench.model_folder import ModelFolder, questions
 from flowtrain.config import Vllm
-from flowtrain.engines.protocol import Engine
-from flowtrain.engines.torch_engine import TorchEngine
-from flowtrain.engines.vllm.engine import VllmEngine
-from flowtrain.engines.vllm.process import VllmModel, cpu_environment
-from flowtrain.toy import new_model, new_tokenizer
-from flowtrain.training.model import export, full_weights
-from flowtrain.types import Sampling
+from flowtrain.inference.protocol import Engine
+from flowtrain.inference.torch_engine import TorchEngine
+from flowtrain.inference.vllm.engine import VllmEngine
+from flowtrain.inference.vllm.process import VllmModel, cpu_environment
+from flowtrain.records import Sampling
+from flowtrain.trainer.model.loading import export, full_weights
+from flowtrain.trainer.toy import new_model, new_tokenizer
 
 Prompts = Sequence[tuple[int, ...]]
 

@@ -17,8 +17,8 @@ from bench.gateway_clients import LAST, MOST, TOOLS, TURNS, text
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.policy import Policy
 from flowtrain.config import Config
-from flowtrain.toy import new_tokenizer
-from flowtrain.types import Completion, FinishReason, Sampling, VersionSpan
+from flowtrain.records import Completion, FinishReason, Sampling, VersionSpan
+from flowtrain.trainer.toy import new_tokenizer
 
 _CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "%s"}}\n</tool_call>'
 _TEMPLATE = (

@@ -30,7 +30,7 @@ from bench.agentflow_shape import SHAPES
 from bench.measure import new_parser, report
 from bench.step_batches import Batch, agentflow, main_job, recorded
 from bench.step_paths import compare
-from flowtrain.training.world import World
+from flowtrain.trainer.distributed import World
 
 
 def main() -> None:

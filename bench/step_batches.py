@@ -21,11 +21,11 @@ from bench.model_folder import ModelFolder
 from flowtrain.agents.collect import collect
 from flowtrain.algorithms import filter_samples, load_algorithm
 from flowtrain.config.options import parse
+from flowtrain.records import Sample
 from flowtrain.rewards import score
-from flowtrain.setup.components import RunComponents
-from flowtrain.setup.learner import publish_start
-from flowtrain.training.world import World
-from flowtrain.types import Sample
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.setup.learner import publish_start
 from flowtrain.weights.stores.folder import WeightStore
 
 

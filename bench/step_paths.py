@@ -21,15 +21,15 @@ from torch.distributed.tensor import DTensor
 from bench.measure import extra_bytes, median_ratio, time_in_turn
 from bench.step_batches import Batch, chain
 from bench.step_rivals import Transformers, Trl
-from flowtrain.training.cost import ForwardCost
-from flowtrain.training.delta_net import find_layers
-from flowtrain.training.devices import peak_tflops
-from flowtrain.training.sharding import ShardSpec, shard
-from flowtrain.training.step_metrics import StepMetrics
-from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import PackedRow, pack_rows
-from flowtrain.training.world import World
-from flowtrain.types import Sample
+from flowtrain.records import Sample
+from flowtrain.trainer.cost import ForwardCost
+from flowtrain.trainer.devices import peak_tflops
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model.delta_net import find_layers
+from flowtrain.trainer.packing import PackedRow, pack_rows
+from flowtrain.trainer.sharding import ShardSpec, shard
+from flowtrain.trainer.step_metrics import StepMetrics
+from flowtrain.trainer.trainer import OptimSpec, Trainer
 
 RIVALS: dict[str, type[Transformers]] = {"transformers": Transformers, "trl": Trl}
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from flowtrain.types import Sample
+from flowtrain.records import Sample
 
 
 class Transformers:

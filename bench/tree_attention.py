@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from flowtrain.training import flex
-from flowtrain.training.tree import PackedRow, Segment, segments
-from flowtrain.types import Sample
+from flowtrain.records import Sample
+from flowtrain.trainer.attention import flex
+from flowtrain.trainer.packing import PackedRow, Segment, segments
 
 
 def run_flex(mask: BlockMask, *inputs: Tensor, scaling: float, lse: bool = False) -> Any:

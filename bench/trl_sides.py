@@ -19,8 +19,8 @@ from unittest.mock import patch
 
 from flowtrain.config import Config
 from flowtrain.config.options import parse
+from flowtrain.records import Group, Task, Trajectory, UserError
 from flowtrain.rewards import RewardFunctions, score
-from flowtrain.types import Group, Task, Trajectory, UserError
 
 STAGES = ("sampling", "reward", "training", "publish", "load", "rest")
 """Where the wall time of a step goes; `rest` is what no other stage claims."""
@@ -124,7 +124,7 @@ def peak_bytes() -> int:
 def run_flowtrain(job: Job) -> Result:
     """Train with `flowtrain.train` itself; only its timer and its scoring have a clock added."""
     from flowtrain.train import train
-    from flowtrain.training.checkpoint import place
+    from flowtrain.trainer.checkpoint import place
     from flowtrain.utils.step_timer import StepTimer
 
     config = job.config
@@ -182,9 +182,9 @@ def _own_digest(rollouts: Sequence[Mapping[str, Any]], step: int) -> str:
 def run_held_out(job: Job) -> Result:
     """Sample a response to every held-out question with the torch engine, and score it."""
     from flowtrain.evaluation.evaluator import roll_out
-    from flowtrain.setup.components import RunComponents
     from flowtrain.tasks.sets import MAIN_SPLIT
-    from flowtrain.training.world import World
+    from flowtrain.trainer.distributed import World
+    from flowtrain.trainer.setup.components import RunComponents
 
     world = World.join("cpu")
     components = RunComponents.prepare(job.config, world)

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from bench.trl_sides import Job, Result, Stopwatch, digest, peak_bytes, rewards_of
+from flowtrain.agents.chat.single_turn import QuestionPrompt
 from flowtrain.agents.policy import Moment
-from flowtrain.agents.talking.single_turn import QuestionPrompt
 from flowtrain.config import Config
+from flowtrain.records import Task
 from flowtrain.rewards import RewardFunctions
 from flowtrain.tasks.sets import task_set
-from flowtrain.training.devices import keep_freed_memory
-from flowtrain.training.model import load_tokenizer
-from flowtrain.types import Task
+from flowtrain.trainer.devices import keep_freed_memory
+from flowtrain.trainer.model.loading import load_tokenizer
 from flowtrain.utils.text import final_answer
 
 

@@ -181,7 +181,7 @@ def _start(folder: Path, plugged: argparse.Namespace | None) -> Any:
         options["kv_cache_memory_bytes"] = 1 << 30  # or vLLM wants all memory of the machine
     if plugged is not None:
         options["weight_transfer_config"] = WeightTransferConfig(backend="sparse_delta")
-        options["worker_extension_cls"] = "flowtrain.engines.vllm.plugin.WeightReports"
+        options["worker_extension_cls"] = "flowtrain.inference.vllm.plugin.WeightReports"
         options |= {"load_format": "dummy"} if plugged.no_reload else {}
         options |= {"enable_sleep_mode": True} if plugged.sleep else {}
     options["trust_remote_code"] = False

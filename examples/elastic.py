@@ -23,9 +23,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.contract import Unavailable
-from flowtrain.net.serving import TOKEN_VARIABLE
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.contract import Unavailable
+from flowtrain.utils.net.serving import TOKEN_VARIABLE
 
 _CONFIG = "configs/facts.toml"
 _END_S = 30.0
@@ -109,12 +109,12 @@ class Demo:
     def __enter__(self) -> Demo:
         logs = self._dir / "logs"
         logs.mkdir(parents=True)
-        serve = ("flowtrain.dataflow", "serve", "--database", str(self.database), "--port", "0")
+        serve = ("flowtrain.rollouts", "serve", "--database", str(self.database), "--port", "0")
         service = self._start("service", (*serve, *self._run_options, *self._models("solver")))
         self.url = _printed(service, "serving ").rpartition(" at ")[2]
         self._client = self._cleanup.enter_context(Client(self.url, self._token, 60.0))
         self._trainers = [self._start_trainer(policy) for policy in ("solver", "verifier")]
-        page = self._start("page", ("flowtrain.view", str(self._dir / "solver"), "--serve"))
+        page = self._start("page", ("flowtrain.logging.page", str(self._dir / "solver"), "--serve"))
         print(f"watch the solver: {_printed(page, 'open ').split()[0]}")
         return self
 
@@ -177,7 +177,15 @@ class Demo:
         for name in names:
             self._nodes[name] = self._start(
                 name,
-                ("flowtrain.node", "--dataflow", self.url, "--name", name, "--run.threads", "1"),
+                (
+                    "flowtrain.rollouts.node",
+                    "--dataflow",
+                    self.url,
+                    "--name",
+                    name,
+                    "--run.threads",
+                    "1",
+                ),
             )
         tqdm.write(f"{', '.join(names)} join")
 
@@ -228,7 +236,7 @@ def main() -> int:
     with Demo(options) as demo:
         demo.run()
     database = str(demo.database)
-    checks = [("flowtrain.dataflow", "audit", "--database", database)]
+    checks = [("flowtrain.rollouts", "audit", "--database", database)]
     for policy in ("solver", "verifier"):
         run = str(Path(options.dir) / policy)
         checks.append(("flowtrain.replay", run))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from flowtrain.types import Task, Trajectory
+from flowtrain.records import Task, Trajectory
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _MAX_TOKENS, _PENALTY = 200, 0.2

@@ -2,7 +2,7 @@
 versions.
 """
 
-from flowtrain.dataflow.rules import Outcome
+from flowtrain.rollouts.rules import Outcome
 
 
 class Rest:

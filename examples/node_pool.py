@@ -1,14 +1,14 @@
 r"""Keep as many rollout nodes on this machine as the trainers of a dataflow need.
 
     python examples/node_pool.py --url http://127.0.0.1:8400 --max 8 -- \
-        env CUDA_VISIBLE_DEVICES={slot} python -m flowtrain.node --dataflow http://127.0.0.1:8400
+        env CUDA_VISIBLE_DEVICES={slot} python -m flowtrain.rollouts.node --dataflow http://127.0.0.1:8400
 
 The pool starts and ends processes of the command after --, where {slot} is the number of the node
 here, from 0. It looks at the service every 30 s, and ends its nodes when training is done, and on
 SIGTERM or Ctrl-C. FLOWTRAIN_TOKEN is the token of the service.
 
-How many nodes are enough the service tells (`pool` of `python -m flowtrain.dataflow status --json`;
-flowtrain/dataflow/pool_size.py has the rule). Nodes elsewhere count, and are left alone.
+How many nodes are enough the service tells (`pool` of `python -m flowtrain.rollouts status --json`;
+flowtrain/rollouts/pool_size.py has the rule). Nodes elsewhere count, and are left alone.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.contract import Refused, Unavailable
-from flowtrain.net import serving
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.contract import Refused, Unavailable
+from flowtrain.utils.net import serving
 
 _GRACE_S = 30.0
 """Seconds that a node has to give its leases back after SIGTERM."""

@@ -1,6 +1,6 @@
 """Make the planner that comes with flowtrain, or check that it is still made:
 
-    python -m examples.planner            # writes flowtrain/toy/planner
+    python -m examples.planner            # writes flowtrain/trainer/toy/planner
     python -m examples.planner --check    # makes it in a temporary folder, and compares
 
 It is the warm-up of `make quickstart WARM=1` with seed 0, on two ranks of one thread, rounded to
@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flowtrain.config.shipped import PLANNER
-from flowtrain.training.model import export, load_model, load_tokenizer
+from flowtrain.trainer.model.loading import export, load_model, load_tokenizer
 
 
 def make(folder: Path, out: Path) -> None:

@@ -20,9 +20,9 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from flowtrain.records import SubGoal, Task, UserError
 from flowtrain.tasks import sub_goals
 from flowtrain.tasks.files import load_tasks
-from flowtrain.types import SubGoal, Task, UserError
 
 NUM_ATTEMPTS = 3
 """Replies per row; one that cannot be used is asked again, with the reason."""

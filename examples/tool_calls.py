@@ -16,13 +16,13 @@ from typing import Any
 
 from flowtrain.agents.agentflow.generator import last_result
 from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
-from flowtrain.agents.talking.tool_calling import definition
+from flowtrain.agents.chat.tool_calling import definition
 from flowtrain.config.options import parse
+from flowtrain.records import Task
 from flowtrain.tasks.sets import task_set
 from flowtrain.tools import Tool, run_tool
 from flowtrain.tools.registry import make_tools
-from flowtrain.types import Task
-from flowtrain.utils.loops import run_to_end
+from flowtrain.utils.event_loop import run_to_end
 
 SHARE_OF_GUESSES = 0.55  # of the calls; a guess ends a conversation, with what was guessed
 

@@ -10,25 +10,25 @@ One step, top to bottom, is the system:
     branch      algorithms/                APPO: where further rollouts leave those at hand
     score       rewards/                   one reward per rollout, from its final answer
     advantages  algorithms/                an advantage and a loss weight for every token
-    pack        training/tree.py           all turns as token trees
-    balance     training/balance.py        to each rank rows that cost as much
-    old_logprobs  training/trainer.py      of the policy before the step, with train.rescore
-    ref_logprobs  training/trainer.py      of the reference policy, for the KL term
-    train       training/trainer.py        clipped ratio + KL, backward, AdamW
-    count       run/step_counts.py         what the rollouts were like, what became of every token,
+    pack        trainer/packing.py           all turns as token trees
+    balance     trainer/balance.py        to each rank rows that cost as much
+    old_logprobs  trainer/trainer.py      of the policy before the step, with train.rescore
+    ref_logprobs  trainer/trainer.py      of the reference policy, for the KL term
+    train       trainer/trainer.py        clipped ratio + KL, backward, AdamW
+    count       trainer/run/step_counts.py         what the rollouts were like, what became of every token,
                                            how far the trainer's log-probs are from the sampler's
     publish     weights/publish/           what changed in the weights, as an immutable version
     load        weights/load/              the engine samples with that version from now on
     evaluate    evaluation/evaluator.py    reward on held-out questions
     keep        replay/log.py              what a replay makes the step of, with log.replay
-    log         run/run_logger.py          metrics, rollouts, progress
-    checkpoint  training/checkpoint.py     what a run resumes from
-    watch       metrics/learning_signal.py  a warning where there is nothing to learn from, or
+    log         trainer/run/run_logger.py          metrics, rollouts, progress
+    checkpoint  trainer/checkpoint.py     what a run resumes from
+    watch       logging/learning_signal.py  a warning where there is nothing to learn from, or
                                            trainer and sampler disagree
 
-With `dataflow.url` nodes (`python -m flowtrain.node`) do the first four, while this trains:
+With `dataflow.url` nodes (`python -m flowtrain.rollouts.node`) do the first four, while this trains:
 
-    next_batch  pool/batch_source.py       the step's batch, none staler than dataflow.max_staleness
+    next_batch  rollouts/batch_source.py       the step's batch, none staler than dataflow.max_staleness
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt
 from flowtrain.replay.log import ReplayLog
 from flowtrain.rewards import score, shuffle_rewards
-from flowtrain.run.dry_run import dry_run
-from flowtrain.run.opening import open_run
-from flowtrain.run.run import Run
-from flowtrain.run.step_counts import Counted
-from flowtrain.training.records import Rollouts
+from flowtrain.trainer.records import Rollouts
+from flowtrain.trainer.run.dry_run import dry_run
+from flowtrain.trainer.run.opening import open_run
+from flowtrain.trainer.run.run import Run
+from flowtrain.trainer.run.step_counts import Counted
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.step_timer import StepTimer
 

@@ -12,7 +12,7 @@ import torch
 
 from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.config import Config
-from flowtrain.types import Completion, Group, Sample, Sampling, TrainBatch
+from flowtrain.records import Completion, Group, Sample, Sampling, TrainBatch
 
 
 def batch(

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import PreTrainedTokenizerFast
 
-from flowtrain.training.checkpoint import Checkpoints, load_state, place
-from flowtrain.training.trainer import Trainer
-from flowtrain.training.world import World
+from flowtrain.trainer.checkpoint import Checkpoints, load_state, place
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.trainer import Trainer
 
 
 def save(

@@ -60,14 +60,14 @@ arm({module!r}, {path!r}, {number}, {after})
 """
 """Python that kills the process before or after the `number`-th call of a function."""
 AFTER_STEP_3 = KILL.format(
-    module="flowtrain.run.run_logger", path="RunLogger.log", number=3, after=True
+    module="flowtrain.trainer.run.run_logger", path="RunLogger.log", number=3, after=True
 )
 
 RUN = """
-flowtrain.setup.memory_plan.activations = lambda *_, **__: (0, 0)
+flowtrain.trainer.setup.memory_plan.activations = lambda *_, **__: (0, 0)
 flowtrain.utils.waiting.PATIENCE_S = 3600.0  # tests compare what is printed, on any machine
 if not job["with_picture"]:
-    flowtrain.view.curves.plot_curves = lambda *_: None
+    flowtrain.logging.page.curves.plot_curves = lambda *_: None
 os.chdir(job["cwd"])
 os.environ.update(job["env"])
 if job["max_file_bytes"]:

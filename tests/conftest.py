@@ -137,8 +137,8 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture
 def no_side_effects(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Puts back the signal handlers that a run in this process sets; no curves, no memory plan."""
-    monkeypatch.setattr("flowtrain.view.curves.plot_curves", lambda path: None)
-    monkeypatch.setattr("flowtrain.setup.memory_plan.activations", lambda *_, **__: (0, 0))
+    monkeypatch.setattr("flowtrain.logging.page.curves.plot_curves", lambda path: None)
+    monkeypatch.setattr("flowtrain.trainer.setup.memory_plan.activations", lambda *_, **__: (0, 0))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in handlers.items():
@@ -150,8 +150,8 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of 2 layers whose large weights make its distributions far from uniform."""
     import torch
 
-    from flowtrain import toy
-    from flowtrain.training import model as models
+    from flowtrain.trainer import toy
+    from flowtrain.trainer.model import loading as models
 
     path = tmp_path_factory.mktemp("tiny")
     tokenizer = toy.new_tokenizer(

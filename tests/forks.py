@@ -23,9 +23,9 @@ ENV = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 PROGRAM = """
 import atexit, contextlib, faulthandler, gc, json, os, resource, runpy, selectors, socket, sys
 import threading, traceback
-import flowtrain.run.opening, flowtrain.agents.agentflow.expert, flowtrain.view.curves
-import flowtrain.evaluation.benchmarks, flowtrain.setup.memory_plan, flowtrain.run.run_logger
-import flowtrain.algorithms.flow_grpo, flowtrain.run.dry_run, flowtrain.metrics.mismatch
+import flowtrain.trainer.run.opening, flowtrain.agents.agentflow.expert, flowtrain.logging.page.curves
+import flowtrain.evaluation.benchmarks, flowtrain.trainer.setup.memory_plan, flowtrain.trainer.run.run_logger
+import flowtrain.algorithms.flow_grpo, flowtrain.trainer.run.dry_run, flowtrain.logging.mismatch
 import flowtrain.tools.search, flowtrain.utils.waiting, bm25s, encodings.utf_8_sig, numpy.ctypeslib
 import transformers.models.qwen3.modeling_qwen3, transformers.tokenization_python
 import transformers.processing_utils, transformers.conversion_mapping as mapping

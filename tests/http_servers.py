@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from flowtrain.net.serving import address, make_server
+from flowtrain.utils.net.serving import address, make_server
 
 
 @contextlib.contextmanager

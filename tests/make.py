@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flowtrain.types import (
+from flowtrain.records import (
     Action,
     Call,
     Completion,

@@ -17,10 +17,10 @@ from bench import memory, model_folder, rollout, step
 from bench.model_folder import ModelFolder
 from bench.step_batches import agentflow
 from bench.step_paths import work
-from flowtrain.training.cost import ForwardCost
-from flowtrain.training.model import load_tokenizer
-from flowtrain.training.tree import pack_rows
-from flowtrain.types import Task, UserError
+from flowtrain.records import Task, UserError
+from flowtrain.trainer.cost import ForwardCost
+from flowtrain.trainer.model.loading import load_tokenizer
+from flowtrain.trainer.packing import pack_rows
 
 TEMPLATE = "{{ messages[0]['content'] }}{% if add_generation_prompt %}: {% endif %}"
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from bench import trl as bench
 from bench import trl_sides as sides
-from flowtrain import toy
-from flowtrain.training import model as models
-from flowtrain.types import Task, Trajectory
+from flowtrain.records import Task, Trajectory
+from flowtrain.trainer import toy
+from flowtrain.trainer.model import loading as models
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|user|>' + message['content'] + '<|end|>' }}{% endfor %}"

@@ -19,10 +19,10 @@ from http_servers import running
 from ports import free_port
 from processes import run_program
 
-from flowtrain.dataflow.measures import Measures
-from flowtrain.dataflow.service import Service
-from flowtrain.net.credentials import Access
-from flowtrain.net.monitoring import Monitor
+from flowtrain.rollouts.measures import Measures
+from flowtrain.rollouts.service import Service
+from flowtrain.utils.net.credentials import Access
+from flowtrain.utils.net.monitoring import Monitor
 from flowtrain.weights import WeightStore
 from flowtrain.weights.stores.serve import make_app
 from flowtrain.weights.stores.serve import monitor as weights_monitor

@@ -26,19 +26,19 @@ EXACT = (
     *("--rollout.num_questions", "2", "--rollout.group_size", "2", "--algorithm.mode", "released"),
 )
 IN_A_CHECKPOINT = KILL.format(
-    module="flowtrain.training.checkpoint", path="_save", number=2, after=True
+    module="flowtrain.trainer.checkpoint", path="_save", number=2, after=True
 )
 NOISE = """
 import os, random
-import numpy, torch, flowtrain.run.run
-real = flowtrain.run.run.Run.agent_of
+import numpy, torch, flowtrain.trainer.run.run
+real = flowtrain.trainer.run.run.Run.agent_of
 
 def noisy(self, step):
     for seed in (torch.manual_seed, numpy.random.seed, random.seed):
         seed(int.from_bytes(os.urandom(4), "little"))
     return real(self, step)
 
-flowtrain.run.run.Run.agent_of = noisy
+flowtrain.trainer.run.run.Run.agent_of = noisy
 """
 """Every step begins with another state of the process's random generators."""
 

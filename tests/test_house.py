@@ -17,10 +17,10 @@ SOURCES = sorted([*ROOT.glob("flowtrain/**/*.py"), *ROOT.glob("kernels/**/*.py")
 FILES = {
     "flowtrain/__init__.py": 1,
     "flowtrain/train.py": 20,
-    "flowtrain/types/task.py": 3,
+    "flowtrain/records/task.py": 3,
     "flowtrain/training/tree/pack.py": 5,
     "flowtrain/agents/agentflow/flow.py": 7,
-    "flowtrain/view/page.js": 900,
+    "flowtrain/logging/page/page.js": 900,
     "kernels/flowkernels/loss.py": 11,
     "csrc/delta.cpp": 13,
     "csrc/delta.h": 2,
@@ -109,8 +109,8 @@ def test_lines_are_those_of_the_sources_by_room(house: ModuleType, checkout: Pat
         "flowtrain/__init__.py": 1,
         "flowtrain/agents": 7,
         "flowtrain/train.py": 20,
-        "flowtrain/training": 5,
-        "flowtrain/types": 3,
+        "flowtrain/trainer": 5,
+        "flowtrain/records": 3,
         "kernels": 11,
         "csrc": 15,
         "bench": 17,
@@ -125,8 +125,8 @@ def test_two_checkouts_stand_side_by_side(
     house.main([str(checkout), str(checkout), "--json", str(tmp_path / "lines.json")])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["before", "after"]
-    (line,) = (line for line in lines if "flowtrain/training" in line)
-    assert line.split() == ["*", "flowtrain/training", "5", "5"]
+    (line,) = (line for line in lines if "flowtrain/trainer" in line)
+    assert line.split() == ["*", "flowtrain/trainer", "5", "5"]
     written = json.loads((tmp_path / "lines.json").read_text())
     assert written["before"] == written["after"] and written["after"]["the core"] == 28
 

@@ -79,7 +79,7 @@ LIGHT = {
         *("numpy", "torch transformers"),
     ),
     "a service of the dataflow": (
-        "import flowtrain.dataflow.__main__, flowtrain.dataflow.service, flowtrain.dataflow.ledger",
+        "import flowtrain.rollouts.__main__, flowtrain.rollouts.service, flowtrain.rollouts.ledger",
         *("flowtrain", "torch transformers flowkernels vllm"),
     ),
     "the config": (
@@ -88,7 +88,7 @@ LIGHT = {
         "torch numpy transformers tokenizers safetensors matplotlib bm25s flowkernels",
     ),
     "what no model needs": (
-        "import flowtrain.algorithms, flowtrain.tasks, flowtrain.rewards, flowtrain.metrics\n"
+        "import flowtrain.algorithms, flowtrain.tasks, flowtrain.rewards, flowtrain.logging\n"
         "import flowtrain.agents.agentflow.flow, flowtrain.agents.agentflow.build\n"
         "import flowtrain.agents.collect",
         *("flowtrain", "torch transformers flowkernels vllm"),
@@ -113,11 +113,13 @@ def test_a_service_of_the_dataflow_needs_no_trainer() -> None:
     """Its image is a small one."""
     statement = LIGHT["a service of the dataflow"][0]
     loaded = python(f"{statement}\nimport json, sys; print(json.dumps([*sys.modules]))")
-    assert not {"flowtrain.algorithms", "flowtrain.training", "flowtrain.setup"} & set(loaded)
+    assert not {"flowtrain.algorithms", "flowtrain.trainer", "flowtrain.trainer.setup"} & set(
+        loaded
+    )
 
 
 def test_the_records_load_the_standard_library_alone() -> None:
-    assert loaded_by("import flowtrain, flowtrain.types, flowtrain.utils.seeds") == {"flowtrain"}
+    assert loaded_by("import flowtrain, flowtrain.records, flowtrain.utils.seeds") == {"flowtrain"}
 
 
 def test_the_kernels_folder_does_not_pose_as_the_hub_package() -> None:
@@ -211,12 +213,12 @@ def offenders(edges: list[Edge]) -> str:
 
 ALLOWED = {
     "flowkernels": ("torch", "triton", "flowkernels"),
-    "flowtrain.types": ("flowtrain.types",),
+    "flowtrain.records": ("flowtrain.records",),
     "flowtrain.utils.seeds": (),
     "flowtrain.config": (
         "pydantic",
         "tomli_w",
-        "flowtrain.types",
+        "flowtrain.records",
         "flowtrain.utils",
         "flowtrain.config",
     ),
@@ -246,21 +248,21 @@ ORDER = (
 """The rooms of the house: each imports itself and rooms above it, never its neighbours or below."""
 
 _HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "flowkernels")
-_MODELS = ("flowtrain.training", "flowtrain.weights")
+_MODELS = ("flowtrain.trainer", "flowtrain.weights")
 FORBIDDEN = {
     "flowtrain.agents": (*_HEAVY, *_MODELS),
     "flowtrain.tools": (*_HEAVY, *_MODELS),
-    "flowtrain.tasks": (*_HEAVY, *_MODELS, "flowtrain.engines"),
+    "flowtrain.tasks": (*_HEAVY, *_MODELS, "flowtrain.inference"),
     "flowtrain.rewards": (*_HEAVY, *_MODELS, "flowtrain.agents"),
-    "flowtrain.dataflow": (*_HEAVY, *_MODELS, "flowtrain.agents"),
+    "flowtrain.rollouts": (*_HEAVY, *_MODELS, "flowtrain.agents"),
     "flowtrain.weights": ("flowtrain.config",),
     "flowtrain.algorithms": ("flowtrain.weights",),
-    "flowtrain.metrics": ("flowtrain.weights",),
+    "flowtrain.logging": ("flowtrain.weights",),
 }
 """Imports that the order would allow and a package still does without."""
 WITHIN_A_FUNCTION = {("flowtrain.tools.function_tool", "transformers.utils")}
 """Those that only who calls a function pays for."""
-VLLM = "flowtrain.engines.vllm"
+VLLM = "flowtrain.inference.vllm"
 """The package that may import vLLM."""
 
 
@@ -373,10 +375,10 @@ def test_functions_have_at_most_100_lines() -> None:
 
 def test_the_walk_sees_the_house() -> None:
     """The rules above hold for nothing when nothing is found."""
-    seen = "flowtrain.types flowtrain.agents flowtrain.tools.base flowkernels.policy_loss"
+    seen = "flowtrain.records flowtrain.agents flowtrain.tools.base flowkernels.policy_loss"
     assert set(seen.split()) <= set(MODULES)
     found = {(e.importer, e.target) for e in edges()}
-    assert ("flowtrain.run.run_logger", "flowtrain.view.curves") in found
+    assert ("flowtrain.trainer.run.run_logger", "flowtrain.logging.page.curves") in found
     assert ("flowtrain.tools.registry", "flowtrain.tasks.sets") in found, "under TYPE_CHECKING"
-    assert ("flowtrain.engines.torch_engine", "torch") in found
+    assert ("flowtrain.inference.torch_engine", "torch") in found
     assert os.path.commonpath([*MODULES.values()]) == str(ROOT)

@@ -23,12 +23,12 @@ from toy_options import toy
 
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
+from flowtrain.records import PlanStep, Task
 from flowtrain.rft.loop import _run as fine_tune
-from flowtrain.setup.components import RunComponents
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.train import train
-from flowtrain.training.world import World
-from flowtrain.types import PlanStep, Task
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.setup.components import RunComponents
 
 pytestmark = pytest.mark.usefixtures("no_side_effects")
 ATTRIBUTES = ("area", "height", "age", "rank")
@@ -136,7 +136,7 @@ def flow_grpo(place: Path, run: str, **sections: dict[str, Any]) -> dict[str, An
 def real(place: Path) -> dict[str, Any]:
     """The summary of a run with the reward as it is."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("flowtrain.view.curves.plot_curves", lambda path: None)
+        patched.setattr("flowtrain.logging.page.curves.plot_curves", lambda path: None)
         return flow_grpo(place, "real")
 
 

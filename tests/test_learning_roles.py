@@ -16,13 +16,13 @@ from test_learning import ERRING, config, fine_tuned, with_plans, write_question
 from flowtrain.agents.agentflow.expert import plan_script, with_script
 from flowtrain.agents.agentflow.flow import Flow
 from flowtrain.agents.collect import collect
+from flowtrain.records import Group, Turn, Verdict
 from flowtrain.rewards import score
-from flowtrain.setup.components import RunComponents
-from flowtrain.setup.learner import Learner
-from flowtrain.setup.placement import Placement
-from flowtrain.training.tree import pack
-from flowtrain.training.world import World
-from flowtrain.types import Group, Turn, Verdict
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.packing import pack
+from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.setup.learner import Learner
+from flowtrain.trainer.setup.placement import Placement
 from flowtrain.weights import WeightStore
 
 VERIFIER = {

@@ -107,15 +107,18 @@ LIGHT = {
         "nowhere": "nowhere has no replay/steps.jsonl",
     },
     "dataflow": {
-        "--help": "usage: python -m flowtrain.dataflow",
+        "--help": "usage: python -m flowtrain.rollouts",
         "serve --database a.sqlite --train.rl 1": "unknown key train.rl",
     },
-    "node": {"--help": "usage: python -m flowtrain.node", "--form x": "--dataflow"},
+    "node": {"--help": "usage: python -m flowtrain.rollouts.node", "--form x": "--dataflow"},
     "weights": {
         "--help": "usage: python -m flowtrain.weights",
         "verify nowhere": "nowhere is no folder",
     },
-    "view": {"--help": "usage: python -m flowtrain.view", "nowhere": "there is no folder nowhere"},
+    "view": {
+        "--help": "usage: python -m flowtrain.logging.page",
+        "nowhere": "there is no folder nowhere",
+    },
 }
 """By command: words, and what is answered. torchrun is torch's own."""
 ASK = """

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from cli_runs import AFTER_STEP_3, NUM_STEPS, SMALL, Process, Server, check_equal, replayed
 
+from flowtrain.records import UserError
 from flowtrain.replay.log import chained, decode, encode
 from flowtrain.replay.recorded import Recorded
-from flowtrain.types import UserError
 
 pytest_plugins = ("cli_runs",)
 
@@ -330,7 +330,7 @@ def test_another_advantage_is_named_before_the_weights(server: Server, whole: Pa
 def test_another_optimizer_step_is_named_by_tensor_and_word(server: Server, whole: Path) -> None:
     """Of the newest versions the run has the weights, of the others their digests."""
     body = "real(*a, **k) * (1.5 if a[1] == {} else 1)"
-    name = ("flowtrain.setup.learner", "warmed_up")
+    name = ("flowtrain.trainer.setup.learner", "warmed_up")
     code, record = replayed(server, whole, before=patch(*name, body.format(6)))
     assert (code, record["num_steps"]) == (1, 5)
     [text] = record["problems"]
@@ -342,7 +342,7 @@ def test_another_optimizer_step_is_named_by_tensor_and_word(server: Server, whol
 
 def test_another_start_is_named_before_the_first_step(server: Server, whole: Path) -> None:
     body = "(lambda found: (found[1].lm_head.weight.data[3, 1].add_(1), found)[1])(real(*a, **k))"
-    before = patch("flowtrain.setup.components", "load_trained_policy", body)
+    before = patch("flowtrain.trainer.setup.components", "load_trained_policy", body)
     code, record = replayed(server, whole, before=before)
     assert (code, record["num_steps"], record["num_equal"]) == (1, 0, 0)
     assert record["problems"][0].startswith("step 0: version 0 differs in ")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from flowtrain.config.options import parse
+from flowtrain.records import Trajectory, Turn, UserError
 from flowtrain.rft import loop as command
-from flowtrain.types import Trajectory, Turn, UserError
 
 Spoil = Callable[[Turn], list[Turn]]
 

@@ -18,8 +18,8 @@ from cli_runs import KILL, SMALL, Server, read
 from starlette.responses import JSONResponse
 
 from flowtrain.config.options import parse
+from flowtrain.records import Task
 from flowtrain.tasks.sets import task_set
-from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_seed
 
 pytest_plugins = ("cli_runs",)
@@ -185,7 +185,7 @@ def test_a_killed_run_asks_for_nothing_twice_and_ends_as_if_it_had_not_been(
     assert (code, len(first)) == (-signal.SIGKILL, 15) and not (run / "model").exists()
     chat.asked.clear()
     trains = KILL.format(
-        module="flowtrain.training.trainer", path="Trainer.step", number=5, after=True
+        module="flowtrain.trainer.trainer", path="Trainer.step", number=5, after=True
     )
     resumed = words(chat.base_url, run, "--resume", "auto")
     code, lines, _ = server.run("rft", *resumed, before=trains)

@@ -21,7 +21,7 @@ IGNORED = (
     "argv",
     [
         ("flowtrain.weights", "serve", "weights", "--port", "0"),
-        ("flowtrain.dataflow", "serve", "--database", "flow.sqlite", "--port", "0"),
+        ("flowtrain.rollouts", "serve", "--database", "flow.sqlite", "--port", "0"),
     ],
 )
 def test_a_server_in_the_background_ends(

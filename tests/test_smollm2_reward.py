@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from examples.smollm2.reward import number
-from flowtrain.types import Task
+from flowtrain.records import Task
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 from chat_servers import chat_server
 
 from examples import sub_goals
+from flowtrain.records import SubGoal
 from flowtrain.tasks.files import load_tasks
-from flowtrain.types import SubGoal
 
 ROW = {
     "question": "Where was the author of Utopia born?",

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.dist
 RANK = """
 import json, os, signal, sys
 from flowtrain.config.command import run_command
-from flowtrain.types import Outage, UserError
+from flowtrain.records import Outage, UserError
 
 rank = os.environ["RANK"]
 

@@ -11,8 +11,8 @@ import pytest
 from cli_runs import SMALL, Ran, Run, Server, alike, check_same_run, read, rows
 from tokenizers import Tokenizer
 
-from flowtrain import toy
-from flowtrain.training import model as models
+from flowtrain.trainer import toy
+from flowtrain.trainer.model import loading as models
 
 pytest_plugins = ("cli_runs",)
 

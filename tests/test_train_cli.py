@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 import flowtrain
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config.options import parse
-from flowtrain.training.model import load_tokenizer
+from flowtrain.trainer.model.loading import load_tokenizer
 from flowtrain.utils.step_timer import STAGES
 
 pytest_plugins = ("cli_runs",)

@@ -31,11 +31,7 @@ from safetensors.torch import load_file
 from toy_options import FLOW
 
 from flowtrain.config.options import parse
-from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import Join, Lease, LeaseRequest, Push, Register
-from flowtrain.dataflow.ledger import Ledger, open_ledger
-from flowtrain.dataflow.service import Service
-from flowtrain.types import (
+from flowtrain.records import (
     Action,
     Call,
     FinishReason,
@@ -47,6 +43,10 @@ from flowtrain.types import (
     Verdict,
     VersionSpan,
 )
+from flowtrain.rollouts.codec import pack_group
+from flowtrain.rollouts.contract import Join, Lease, LeaseRequest, Push, Register
+from flowtrain.rollouts.ledger import Ledger, open_ledger
+from flowtrain.rollouts.service import Service
 from flowtrain.weights import WeightStore
 
 pytest_plugins = ("cli_runs",)
@@ -349,7 +349,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     run, often, num = tmp_path / "run", ("--eval.every", "2"), 8
     waiting = "from flowtrain.evaluation.nodes import PoolEvaluations as P; P.complete = P.wait\n"
     kill = KILL.format(
-        module="flowtrain.run.run_logger", path="RunLogger.log", number=6, after=True
+        module="flowtrain.trainer.run.run_logger", path="RunLogger.log", number=6, after=True
     )
     with copied.served() as url:
         killed = start(url, run, *often, before=waiting + kill)

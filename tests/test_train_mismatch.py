@@ -17,16 +17,16 @@ from unittest import mock
 import pytest
 import torch
 
-from flowtrain import toy
 from flowtrain.config import Config
 from flowtrain.config.rollout import TOP_P_CAP
-from flowtrain.engines.torch_engine import TorchEngine
-from flowtrain.setup import learner
+from flowtrain.inference.torch_engine import TorchEngine
+from flowtrain.records import Sample, UserError
 from flowtrain.train import train
-from flowtrain.training import model as models
-from flowtrain.training import tree
-from flowtrain.training.trainer import Trainer
-from flowtrain.types import Sample, UserError
+from flowtrain.trainer import packing as tree
+from flowtrain.trainer import toy
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.setup import learner
+from flowtrain.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("no_side_effects")
 Provoked = Callable[[], contextlib.AbstractContextManager[Any]]

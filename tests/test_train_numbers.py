@@ -23,7 +23,7 @@ def spoiled(trajectory, reward, *rest):
 scoring._scored = spoiled
 """
 SPOILED = """
-from flowtrain.training.trainer import Trainer
+from flowtrain.trainer.trainer import Trainer
 real, count = Trainer.optim_step, []
 def optim_step(self, loss, number=0):
     count.append(0)

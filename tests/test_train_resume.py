@@ -20,13 +20,13 @@ KILLS = (
     # Where the warm planner is evaluated.
     ("flowtrain.evaluation.evaluator", "roll_out", 1, False, []),
     # Between the two logs of step 3.
-    ("flowtrain.run.run_logger", "RunLogger.write", 4, False, [0, 1, 2]),
+    ("flowtrain.trainer.run.run_logger", "RunLogger.write", 4, False, [0, 1, 2]),
     # After the checkpoint of step 4.
-    ("flowtrain.training.checkpoint", "Checkpoints._write", 1, True, [0, 1, 2, 3, 4]),
+    ("flowtrain.trainer.checkpoint", "Checkpoints._write", 1, True, [0, 1, 2, 3, 4]),
     # Before version 5 is the newest.
     ("flowtrain.weights.stores.folder", "WeightStore._set_head", 1, False, [0, 1, 2, 3, 4]),
     # In the report at the end.
-    ("flowtrain.view.curves", "plot_curves", 1, False, [0, 1, 2, 3, 4, 5, 6]),
+    ("flowtrain.logging.page.curves", "plot_curves", 1, False, [0, 1, 2, 3, 4, 5, 6]),
 )
 
 

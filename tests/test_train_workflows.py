@@ -12,8 +12,8 @@ from cli_runs import KILL, LOGS, SMALL, TINY, Run, Server, check_equal, check_sa
 from run_checks import steps_of
 from test_train_dataflow import PACE, come_and_go
 
-from flowtrain import toy
 from flowtrain.agents.agentflow.prompts import CHAT_TEMPLATE
+from flowtrain.trainer import toy
 
 pytest_plugins = ("cli_runs",)
 
@@ -27,7 +27,7 @@ def reward(task, answer, trajectory):
 """
 """Each policy is paid for the kind of the first token that it last said: half of the tokens pay."""
 BETWEEN_CHECKPOINTS = KILL.format(
-    module="flowtrain.setup.learner", path="Learner.save", number=6, after=False
+    module="flowtrain.trainer.setup.learner", path="Learner.save", number=6, after=False
 )
 """The verifier's of step 3 is on the disk, the solver's is not."""
 

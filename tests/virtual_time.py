@@ -45,7 +45,7 @@ def clock() -> Iterator[Clock]:
 
     with (
         patch("asyncio.events.new_event_loop", lambda: _Loop(shared)),
-        patch("flowtrain.utils.loops._shared.run", lambda work, _: asyncio.run(work)),
+        patch("flowtrain.utils.event_loop._shared.run", lambda work, _: asyncio.run(work)),
         patch("time.monotonic", own(time.monotonic)),
         patch("time.perf_counter", own(time.perf_counter)),
     ):

@@ -95,7 +95,7 @@ def _attention_tests(cases: Cases) -> Row:
     for package in ("transformers", "pydantic"):
         if importlib.util.find_spec(package) is None:
             raise Needs(package)
-    files = (f"tests/training/test_{name}.py" for name in ("flex", "recurrent"))
+    files = (f"tests/trainer/test_{name}.py" for name in ("flex", "recurrent"))
     return _pytest(cases, "-m", "gpu", *files)
 
 

@@ -27,8 +27,8 @@ from bench.gpu.cases import Cases, Row
 from bench.measure import time_in_turn
 
 if TYPE_CHECKING:
-    from flowtrain.training.trainer import Trainer
-    from flowtrain.training.tree import PackedRow
+    from flowtrain.trainer.packing import PackedRow
+    from flowtrain.trainer.trainer import Trainer
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -172,7 +172,7 @@ def hybrid(cases: Cases) -> None:
 def _measure_step(
     cases: Cases, shape: str, num_turns: int, num_groups: int = 1, **options: Any
 ) -> Row:
-    from flowtrain.training.devices import peak_tflops
+    from flowtrain.trainer.devices import peak_tflops
 
     trainer, rows, flops = _step(cases, shape, num_turns, **options)
     rows, flops = rows * num_groups, flops * num_groups
@@ -208,9 +208,9 @@ def _step(
     from flowkernels import LossSpec
 
     from bench.agentflow_shape import random_model
-    from flowtrain.training import sharding as sharded
-    from flowtrain.training.cost import ForwardCost
-    from flowtrain.training.trainer import OptimSpec, Trainer
+    from flowtrain.trainer import sharding as sharded
+    from flowtrain.trainer.cost import ForwardCost
+    from flowtrain.trainer.trainer import OptimSpec, Trainer
 
     world = _world()
     on_gpu = cases.device == "cuda"
@@ -231,14 +231,14 @@ def _step(
 def _rows(num_turns: int, scale: float) -> list[PackedRow]:
     """A group of 8 rollouts of AgentFlow's shape, whole."""
     from bench.agentflow_shape import agentflow_samples
-    from flowtrain.training.tree import pack_rows
+    from flowtrain.trainer.packing import pack_rows
 
     return pack_rows(agentflow_samples(num_turns, scale), 10**7)
 
 
 @functools.cache
 def _world() -> Any:
-    from flowtrain.training.world import World
+    from flowtrain.trainer.distributed import World
 
     return World.join("auto")
 

@@ -10,7 +10,7 @@ each node is an actor with a GPU. Tasks, groups, batches and weights go the way 
 Ray. A rank that dies takes the others along; all begin again from the newest checkpoint, so run.dir
 is on a file system that all machines share, and nodes read the weights there unless
 --dataflow.store names another place. How many nodes there are the service tells
-(flowtrain/dataflow/pool_size.py); an autoscaler brings machines for those that wait for a GPU.
+(flowtrain/rollouts/pool_size.py); an autoscaler brings machines for those that wait for a GPU.
 
 Options that are not listed below are those of python -m flowtrain.train.
 """
@@ -39,10 +39,10 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from examples.node_pool import Controller
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.contract import Refused, Unavailable
-from flowtrain.net.serving import TOKEN_VARIABLE
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.contract import Refused, Unavailable
+from flowtrain.utils.net.serving import TOKEN_VARIABLE
 
 NAMESPACE = "flowtrain"
 """Namespace of the actors `service` and `node-N`."""
@@ -167,7 +167,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
     start = partial(Process.options, namespace=NAMESPACE, max_restarts=-1)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    serve = ("flowtrain.dataflow", "serve", "--database", options.database)
+    serve = ("flowtrain.rollouts", "serve", "--database", options.database)
     service = start(name="service", num_cpus=0, scheduling_strategy=here).remote(
         [*serve, "--host", "0.0.0.0", "--port", str(options.port), *words], token
     )
@@ -177,7 +177,9 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     def make_node(number: int) -> Any:
         own = ("--dataflow", url, "--name", f"node-{number}", *shlex.split(options.node))
         resources = {"num_gpus": 1} if uses_gpu else {"num_cpus": 1}
-        return start(name=f"node-{number}", **resources).remote(["flowtrain.node", *own], token)
+        return start(name=f"node-{number}", **resources).remote(
+            ["flowtrain.rollouts.node", *own], token
+        )
 
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # paths of a run are relative to the job's folder
     nodes, ended = Nodes(make_node), threading.Event()
@@ -227,7 +229,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--ranks", type=int, default=1, help="ranks of the trainer, a GPU each (default: 1)")
     text = "fewest and most nodes, a GPU each (default: 1:8)"
     add("--nodes", type=_bounds, default=(1, 8), metavar="LEAST:MOST", help=text)
-    add("--node", default="", metavar="OPTIONS", help="options of python -m flowtrain.node")
+    add(
+        "--node", default="", metavar="OPTIONS", help="options of python -m flowtrain.rollouts.node"
+    )
     add("--max-failures", type=int, default=20, help="times that ranks begin again (default: 20)")
     add("--every", type=float, default=30.0, metavar="S", help="between two looks (default: 30)")
     add("--port", type=int, default=8400, help="of the service (default: 8400)")

@@ -39,9 +39,9 @@ from flowtrain.agents.gateway.plain import Asked, Message, Refusal
 from flowtrain.agents.gateway.programs import Command, ProgramFailed
 from flowtrain.agents.gateway.server import Gateway, new_key
 from flowtrain.config.gateway import Gateway as Options
+from flowtrain.records import Task
 from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.facts import facts_tasks
-from flowtrain.types import Task
 
 NUM_CONVERSATIONS, SHARE_OF_GUESSES = 16_000, 0.65
 QUESTION = "What is it?"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowtrain.types import Task, Trajectory
+from flowtrain.records import Task, Trajectory
 
 
 def of_tests(task: Task, answer: str, trajectory: Trajectory) -> float:

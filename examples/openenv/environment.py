@@ -11,10 +11,10 @@ from typing import Any
 
 from openenv.core import GenericEnvClient
 
-from flowtrain.agents.talking.environment import EnvironmentTool
+from flowtrain.agents.chat.environment import EnvironmentTool
+from flowtrain.records import Task
 from flowtrain.tools import Tool, ToolCard, ToolError
 from flowtrain.tools.web.api import Api, Request, key_from_env
-from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.text import encodable, printable
 

@@ -5,8 +5,8 @@ python examples/reward_hacking/hacking.py --dir runs/hacking
 
 from __future__ import annotations
 
+from flowtrain.records import Task, Trajectory
 from flowtrain.rewards import SCORERS
-from flowtrain.types import Task, Trajectory
 
 _LONG = 64
 """Tokens of a rollout that is as thorough as can be."""

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct from the package index."""
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 
 
 class NoWheel(UserError):

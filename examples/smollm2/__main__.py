@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from examples.smollm2 import NoWheel
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils.errors import user_error
 
 PARITY = "parity.json"

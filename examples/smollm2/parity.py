@@ -17,13 +17,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from flowtrain.config import Config
-from flowtrain.engines.factory import ModelSpec, make_engine
-from flowtrain.engines.protocol import Engine
-from flowtrain.training import attention, lm_head
-from flowtrain.training.model import load_model, load_tokenizer
-from flowtrain.training.row_loss import score_row
-from flowtrain.training.tree import in_order, pack_rows
-from flowtrain.types import Completion, Sample, Sampling, UserError
+from flowtrain.inference.factory import ModelSpec, make_engine
+from flowtrain.inference.protocol import Engine
+from flowtrain.records import Completion, Sample, Sampling, UserError
+from flowtrain.trainer import lm_head
+from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.model.loading import load_model, load_tokenizer
+from flowtrain.trainer.packing import in_order, pack_rows
+from flowtrain.trainer.row_loss import score_row
 
 PROMPTS = {
     "What is the capital of France? Answer in one sentence.": "Paris",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from decimal import Decimal, InvalidOperation
 
-from flowtrain.types import Task, Trajectory
+from flowtrain.records import Task, Trajectory
 
 
 def number(task: Task, answer: str, trajectory: Trajectory) -> float:

@@ -5,9 +5,9 @@ The solver is the planner that comes with flowtrain, so its prompt is the one th
 """
 
 from flowtrain.agents.session import Session, SessionAgent
+from flowtrain.records import Call, Task, Trajectory
 from flowtrain.rewards import ByPolicy
 from flowtrain.rewards.scorers import by_rule
-from flowtrain.types import Call, Task, Trajectory
 
 
 class SolverVerifier(SessionAgent):

@@ -15,9 +15,9 @@ from statistics import fmean
 
 from flowtrain.agents.chat import Chat
 from flowtrain.agents.session import Session, SessionAgent
+from flowtrain.records import Task, Trajectory
 from flowtrain.rewards import ByPolicy
 from flowtrain.rewards.scorers import by_rule
-from flowtrain.types import Task, Trajectory
 from flowtrain.utils.text import final_answer
 
 NUM_DRAFTS = 3

@@ -12,9 +12,9 @@ both; docs/agents/workflows.md has the rest.
 
 from flowtrain.agents.chat import Chat
 from flowtrain.agents.session import Session, SessionAgent
+from flowtrain.records import Task, Trajectory
 from flowtrain.rewards import ByPolicy
 from flowtrain.rewards.scorers import by_rule
-from flowtrain.types import Task, Trajectory
 from flowtrain.utils.text import final_answer
 
 

@@ -12,10 +12,10 @@ from typing import Protocol
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.policy import Policy
 from flowtrain.config import Config
-from flowtrain.engines.chat import ChatEngine
+from flowtrain.inference.chat import ChatEngine
+from flowtrain.records import BranchStart, PolicyName, Task, Trajectory
 from flowtrain.tasks.sub_goals import Hints
 from flowtrain.tools import Tool
-from flowtrain.types import BranchStart, PolicyName, Task, Trajectory
 
 
 class Agent(Protocol):

@@ -12,9 +12,9 @@ from typing import Any
 
 from flowtrain.agents.base import Agent
 from flowtrain.agents.deadlines import Cutoff
-from flowtrain.engines.protocol import EngineError
-from flowtrain.types import BranchPoint, BranchStart, Group, Task, Trajectory
-from flowtrain.utils.loops import run_to_end
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import BranchPoint, BranchStart, Group, Task, Trajectory
+from flowtrain.utils.event_loop import run_to_end
 from flowtrain.utils.seeds import derive_seed
 
 

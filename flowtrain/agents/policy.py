@@ -8,10 +8,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from flowtrain.agents.agentflow.memory import Memory
 from flowtrain.config import Config
-from flowtrain.engines.protocol import Engine
-from flowtrain.engines.special_tokens import encode_plain, encode_prompt
-from flowtrain.engines.token_chat import ChatTokenizer, chat_text, check_template, reply_end
-from flowtrain.types import (
+from flowtrain.inference.protocol import Engine
+from flowtrain.inference.special_tokens import encode_plain, encode_prompt
+from flowtrain.inference.token_chat import ChatTokenizer, chat_text, check_template, reply_end
+from flowtrain.records import (
     Call,
     Completion,
     FinishReason,

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from flowtrain.agents.base import Agent, AgentContext
-from flowtrain.agents.talking.environment import load_maker
+from flowtrain.agents.chat.environment import load_maker
 from flowtrain.config import Config
-from flowtrain.engines.token_chat import ChatTokenizer
-from flowtrain.types import PolicyName, UserError
+from flowtrain.inference.token_chat import ChatTokenizer
+from flowtrain.records import PolicyName, UserError
 from flowtrain.utils import plugins
 
 GROUP = "flowtrain.agents"

@@ -20,10 +20,8 @@ from typing import Any, ClassVar, Self
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
 from flowtrain.agents.policy import Policy, PromptTooLong, ResponsePrefix
-from flowtrain.engines.protocol import EngineError
-from flowtrain.tasks.sub_goals import Hints
-from flowtrain.tools.base import Tool, run_tool
-from flowtrain.types import (
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import (
     MAX_TOOL_CALLS,
     BranchStart,
     Call,
@@ -37,6 +35,8 @@ from flowtrain.types import (
     UserError,
     Verdict,
 )
+from flowtrain.tasks.sub_goals import Hints
+from flowtrain.tools.base import Tool, run_tool
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.text import encodable, final_answer
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Literal
 
-from flowtrain.types import (
+from flowtrain.records import (
     Call,
     FilterReason,
     Group,
@@ -22,7 +22,7 @@ from flowtrain.types import (
 )
 
 if TYPE_CHECKING:
-    from flowtrain.training.world import World
+    from flowtrain.trainer.distributed import World
 
 EPS = 1e-6
 """Added to a standard deviation before it divides."""

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING
 from flowtrain.algorithms.advantages import Credits, normalise, reward_of
 from flowtrain.algorithms.base import Algorithm, Branches, NodeSampler, Values
 from flowtrain.config import Algorithm as Options
+from flowtrain.records import BranchPoint, Group, UserError
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.tools import Tool
-from flowtrain.types import BranchPoint, Group, UserError
 
 if TYPE_CHECKING:
     from flowkernels import FutureRatio, LossSpec, TokenLossFn
     from transformers import PreTrainedTokenizerFast
 
     from flowtrain.agents.registry import AgentKind
-    from flowtrain.training.minibatch_factor import MinibatchFactor
-    from flowtrain.training.trainer import Trainer
+    from flowtrain.trainer.minibatch_factor import MinibatchFactor
+    from flowtrain.trainer.trainer import Trainer
 
 
 class Appo(Algorithm):
@@ -105,7 +105,7 @@ class Appo(Algorithm):
         """
         from flowkernels import future_factor
 
-        from flowtrain.training.minibatch_factor import MinibatchFactor
+        from flowtrain.trainer.minibatch_factor import MinibatchFactor
 
         if not self._is_future_aware or not self._needs_minibatch:
             return None

@@ -25,7 +25,7 @@ from flowtrain.algorithms.advantages import (
 )
 from flowtrain.config import Algorithm as Options
 from flowtrain.config import Config, Section
-from flowtrain.types import (
+from flowtrain.records import (
     BranchPoint,
     FinishReason,
     Group,
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from flowtrain.agents.registry import AgentKind
-    from flowtrain.engines.protocol import Engine, Scorer
+    from flowtrain.inference.protocol import Engine, Scorer
     from flowtrain.tasks.sets import TaskSet
     from flowtrain.tasks.sub_goals import Hints
     from flowtrain.tools import Tool
-    from flowtrain.training.minibatch_factor import MinibatchFactor
-    from flowtrain.training.token_scores import Scored
-    from flowtrain.training.trainer import Trainer
+    from flowtrain.trainer.minibatch_factor import MinibatchFactor
+    from flowtrain.trainer.token_scores import Scored
+    from flowtrain.trainer.trainer import Trainer
 
 
 Values = dict[str, Any]

@@ -26,11 +26,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from flowtrain.algorithms.base import Algorithm, Branches, NodeSampler
 from flowtrain.config import Appo as Options
 from flowtrain.config import Config
-from flowtrain.engines.protocol import Scorer
-from flowtrain.training.token_scores import Scored
-from flowtrain.training.trainer import Trainer
-from flowtrain.training.tree import in_order, pack_rows
-from flowtrain.types import BranchPoint, Call, Group, PolicyName, Sample, SampleId
+from flowtrain.inference.protocol import Scorer
+from flowtrain.records import BranchPoint, Call, Group, PolicyName, Sample, SampleId
+from flowtrain.trainer.packing import in_order, pack_rows
+from flowtrain.trainer.token_scores import Scored
+from flowtrain.trainer.trainer import Trainer
 from flowtrain.utils.seeds import derive_seed, derive_uniform
 
 _ROUNDING = 1e-5

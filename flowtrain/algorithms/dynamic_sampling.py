@@ -8,9 +8,9 @@ import json
 from dataclasses import replace
 
 from flowtrain.algorithms.advantages import are_equal, reward_of
-from flowtrain.training.records import Rollouts
-from flowtrain.training.world import World
-from flowtrain.types import Group, PolicyName
+from flowtrain.records import Group, PolicyName
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.records import Rollouts
 
 
 def joined(rollouts: Rollouts, others: Rollouts, num_asked: int) -> Rollouts:

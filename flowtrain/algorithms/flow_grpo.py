@@ -22,7 +22,7 @@ from flowtrain.algorithms.advantages import (
     trained_calls,
 )
 from flowtrain.algorithms.base import Algorithm
-from flowtrain.types import Group, PolicyName, UserError
+from flowtrain.records import Group, PolicyName, UserError
 
 
 class FlowGrpo(Algorithm):

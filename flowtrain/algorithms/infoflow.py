@@ -13,11 +13,11 @@ from dataclasses import replace
 from flowtrain.agents.registry import AgentKind
 from flowtrain.algorithms.advantages import reward_of
 from flowtrain.algorithms.flow_grpo import FlowGrpo
+from flowtrain.records import Group, TrainBatch, Trajectory, UserError
 from flowtrain.tasks import sub_goals
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.tasks.sub_goals import Hints
 from flowtrain.tools import Tool
-from flowtrain.types import Group, TrainBatch, Trajectory, UserError
 
 
 class Infoflow(FlowGrpo):

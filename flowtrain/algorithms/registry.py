@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from flowtrain.algorithms.base import Algorithm
 from flowtrain.config import Config
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils import plugins
 from flowtrain.utils.errors import foreign
 

@@ -13,7 +13,7 @@ from flowtrain.algorithms.advantages import Average
 from flowtrain.algorithms.base import Algorithm, Values
 from flowtrain.algorithms.flow_grpo import FlowGrpo
 from flowtrain.config import Algorithm as Options
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 
 
 class _Relative(Algorithm):

@@ -9,8 +9,8 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-from flowtrain.types import FilterReason, Sample, TrainBatch
-from flowtrain.types.checks import length_problem, logprob_problem, routes_problem, token_problem
+from flowtrain.records import FilterReason, Sample, TrainBatch
+from flowtrain.records.checks import length_problem, logprob_problem, routes_problem, token_problem
 
 _log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from flowtrain.config.section import Section
 from flowtrain.config.tasks import Tasks
 from flowtrain.config.train import Rft, Train
 from flowtrain.config.validate import validate
-from flowtrain.types import PolicyName
+from flowtrain.records import PolicyName
 
 
 class Config(Section):

@@ -16,7 +16,7 @@ from pydantic import (
 
 from flowtrain.config.model import ModelPath
 from flowtrain.config.section import Section
-from flowtrain.types import PolicyName
+from flowtrain.records import PolicyName
 
 PolicyKey = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
 """The name of a policy: it names folders, metrics and options, too."""

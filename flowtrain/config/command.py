@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from flowtrain.config import Config
 from flowtrain.config.options import help_text, help_topic, parse, shows_config, to_toml
-from flowtrain.types import Outage, Unmet, UserError
+from flowtrain.records import Outage, Unmet, UserError
 from flowtrain.utils.commands import end_process
 from flowtrain.utils.terminal import hand_out, protect_output, say
 from flowtrain.utils.waiting import waiting

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from flowtrain.config import Config
 from flowtrain.config.shipped import config_path, shipped_configs
 from flowtrain.config.synonyms import meant
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.text import printable
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils.text import printable
 
 _PACKAGE = Path(__file__).resolve().parents[1]

@@ -153,7 +153,7 @@ def _check_task_files(config: Config) -> None:
         raise ValueError(
             "tasks.name='verifiers': its environments drive their rollouts themselves; set "
             "agent.name = 'gateway' and gateway.function = "
-            "'flowtrain.agents.gateway.verifiers:solve'"
+            "'flowtrain.agents.gateway.hub:solve'"
         )
     if tasks.path and tasks.mixture:
         raise ValueError(

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, run_command
-from flowtrain.engines.chat_engines import POLICY
 from flowtrain.evaluation.benchmarks import Request, evaluate_benchmarks
+from flowtrain.inference.chat_engines import POLICY
+from flowtrain.records import UserError
 from flowtrain.tasks.benchmarks import BENCHMARKS
-from flowtrain.types import UserError
 from flowtrain.utils.commands import end_on_signals
 from flowtrain.utils.terminal import protect_output
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from flowtrain.config import OWN, Config
 from flowtrain.config.options import to_toml
-from flowtrain.engines.chat_engines import POLICY
 from flowtrain.evaluation.metrics import load_benchmarks, short_metrics
 from flowtrain.evaluation.paper import PAPER
 from flowtrain.evaluation.rollout_log import Question, RolloutLog, ask
 from flowtrain.evaluation.summary import Key, as_json, summarise, table
-from flowtrain.metrics import (
+from flowtrain.inference.chat_engines import POLICY
+from flowtrain.logging import (
     ProgressLine,
     RunDir,
     aligned,
@@ -28,11 +28,11 @@ from flowtrain.metrics import (
     trajectory_record,
     write_summary,
 )
-from flowtrain.metrics.pins import check_same, pinned
-from flowtrain.metrics.rollouts import count_rollouts
-from flowtrain.metrics.run_dir import is_used
+from flowtrain.logging.fingerprints import check_same, pinned
+from flowtrain.logging.rollouts import count_rollouts
+from flowtrain.logging.run_dir import is_used
+from flowtrain.records import Task, Trajectory, UserError
 from flowtrain.tasks.benchmarks import AGENTFLOW, parse_benchmarks
-from flowtrain.types import Task, Trajectory, UserError
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.waiting import waiting
 
@@ -259,4 +259,4 @@ def _report(
             file=sys.stderr,
         )
     files = "trajectories.jsonl, summary.json, summary.md, manifest.json"
-    print(f"{request.out}/{files}; to look at it: python -m flowtrain.view {request.out}")
+    print(f"{request.out}/{files}; to look at it: python -m flowtrain.logging.page {request.out}")

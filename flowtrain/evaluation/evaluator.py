@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import collect
 from flowtrain.config import Reward
-from flowtrain.dataflow.contract import EvalSettings
-from flowtrain.engines.protocol import Engine
 from flowtrain.evaluation.metrics import count_passes, short_metrics
-from flowtrain.metrics.rollouts import RolloutStats, count_rollouts
-from flowtrain.metrics.sums import Tally
+from flowtrain.inference.protocol import Engine
+from flowtrain.logging.rollouts import RolloutStats, count_rollouts
+from flowtrain.logging.tally import Tally
+from flowtrain.records import Task, Trajectory
 from flowtrain.rewards import Judge, RewardFunctions, score
-from flowtrain.setup.components import RunComponents
+from flowtrain.rollouts.contract import EvalSettings
 from flowtrain.tasks.sets import MAIN_SPLIT
-from flowtrain.training.world import World
-from flowtrain.types import Task, Trajectory
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.setup.components import RunComponents
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.waiting import waiting
 

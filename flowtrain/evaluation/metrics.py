@@ -9,11 +9,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from flowtrain.config import Config
-from flowtrain.metrics.sums import Tally
+from flowtrain.logging.tally import Tally
+from flowtrain.records import Task, Trajectory
 from flowtrain.rewards.scorers import MAX_CHARS, check
 from flowtrain.rewards.squad import published_metrics
 from flowtrain.tasks.benchmarks import parse_benchmarks
-from flowtrain.types import Task, Trajectory
 
 
 def load_benchmarks(config: Config) -> dict[str, tuple[Task, ...]]:

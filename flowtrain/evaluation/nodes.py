@@ -15,20 +15,20 @@ from threading import Event
 from typing import TypeVar
 
 from flowtrain.config import Config
-from flowtrain.dataflow.codec import unpack_group
-from flowtrain.dataflow.contract import (
+from flowtrain.evaluation.evaluator import Evaluator, Found, Part
+from flowtrain.logging.tally import Tally
+from flowtrain.logging.token_counts import versions
+from flowtrain.records import Group, Trajectory
+from flowtrain.rollouts.batch_source import BatchSource
+from flowtrain.rollouts.codec import unpack_group
+from flowtrain.rollouts.contract import (
     EvalResult,
     Evaluate,
     EvaluationRequest,
     EvaluationState,
     Unavailable,
 )
-from flowtrain.evaluation.evaluator import Evaluator, Found, Part
-from flowtrain.metrics.sums import Tally
-from flowtrain.metrics.tokens import versions
-from flowtrain.pool.batch_source import BatchSource
-from flowtrain.training.world import World
-from flowtrain.types import Group, Trajectory
+from flowtrain.trainer.distributed import World
 from flowtrain.utils.seeds import derive_seed
 
 T = TypeVar("T")

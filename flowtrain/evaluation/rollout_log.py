@@ -16,12 +16,12 @@ from typing import Any, Generic, TypeVar
 from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import roll_out
 from flowtrain.config import Reward
-from flowtrain.engines.chat import Usage, metered
-from flowtrain.metrics import ProgressLine
-from flowtrain.metrics.jsonl import append_lines, cut_lines, read_lines
+from flowtrain.inference.chat import Usage, metered
+from flowtrain.logging import ProgressLine
+from flowtrain.logging.jsonl import append_lines, cut_lines, read_lines
+from flowtrain.records import Task, Trajectory
 from flowtrain.rewards import Judge, RewardFunctions, score_one
-from flowtrain.types import Task, Trajectory
-from flowtrain.utils.loops import run_to_end
+from flowtrain.utils.event_loop import run_to_end
 
 FILE = "trajectories.jsonl"
 Key = TypeVar("Key", bound=Hashable)

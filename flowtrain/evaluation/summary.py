@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from flowtrain.evaluation.rollout_log import Entry
-from flowtrain.metrics.rollouts import RolloutStats, count_rollouts
-from flowtrain.metrics.sums import Tally
+from flowtrain.logging.rollouts import RolloutStats, count_rollouts
+from flowtrain.logging.tally import Tally
 
 CONFIDENCE = 0.95
 _SHORT = ("em", "f1")

@@ -12,13 +12,13 @@ from flowtrain.agents.agentflow.build import make_flow
 from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.agents.base import Agent
 from flowtrain.config import Config
-from flowtrain.engines.chat_engines import POLICY, make_chat_engines
+from flowtrain.inference.chat_engines import POLICY, make_chat_engines
 from flowtrain.rewards import Judge
-from flowtrain.setup.components import RunComponents, make_judge
-from flowtrain.setup.learner import publish_start
 from flowtrain.tasks.sets import task_set
 from flowtrain.tools.registry import make_tools
-from flowtrain.training.world import World
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.setup.components import RunComponents, make_judge
+from flowtrain.trainer.setup.learner import publish_start
 from flowtrain.weights import WeightStore
 
 

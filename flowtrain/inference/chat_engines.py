@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flowtrain.config import NO_ENGINE, Chat, Config
-from flowtrain.engines.chat import ChatEngine
-from flowtrain.engines.endpoint import Endpoint
-from flowtrain.engines.protocol import Engine
-from flowtrain.engines.token_chat import ChatTokenizer, TokenChat, check_template
-from flowtrain.types import UserError
+from flowtrain.inference.chat import ChatEngine
+from flowtrain.inference.endpoint import Endpoint
+from flowtrain.inference.protocol import Engine
+from flowtrain.inference.token_chat import ChatTokenizer, TokenChat, check_template
+from flowtrain.records import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -141,8 +141,8 @@ def _start(name: str, config: Config, device: torch.device) -> Endpoint | TokenC
     options = config.engines[name]
     if options.kind == "openai":
         return Endpoint(name, options)
-    from flowtrain.engines.factory import ModelSpec, make_engine
-    from flowtrain.engines.vllm.process import check_installed
+    from flowtrain.inference.factory import ModelSpec, make_engine
+    from flowtrain.inference.vllm.process import check_installed
 
     if options.kind == "vllm":
         check_installed(f"engines.{name}.kind")

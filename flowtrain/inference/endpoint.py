@@ -20,13 +20,13 @@ from urllib.parse import urlsplit
 import httpx2
 
 from flowtrain.config import Chat
-from flowtrain.engines.chat import Meter
-from flowtrain.engines.protocol import EngineError
-from flowtrain.engines.special_tokens import broken_up
-from flowtrain.net.bodies import ACCEPT_ENCODING, BadBody, no_cookies, read_body, shown
-from flowtrain.net.retries import GaveUp, Transient, may_pass, retried, retry_after_s
-from flowtrain.types import UserError
-from flowtrain.utils.loops import run_to_end
+from flowtrain.inference.chat import Meter
+from flowtrain.inference.protocol import EngineError
+from flowtrain.inference.special_tokens import broken_up
+from flowtrain.records import UserError
+from flowtrain.utils.event_loop import run_to_end
+from flowtrain.utils.net.bodies import ACCEPT_ENCODING, BadBody, no_cookies, read_body, shown
+from flowtrain.utils.net.retries import GaveUp, Transient, may_pass, retried, retry_after_s
 from flowtrain.utils.text import encodable
 
 T = TypeVar("T")

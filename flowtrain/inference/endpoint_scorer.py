@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from flowtrain.engines.endpoint import Endpoint, parse_json, usage
-from flowtrain.engines.protocol import EngineError
-from flowtrain.types import Sample
+from flowtrain.inference.endpoint import Endpoint, parse_json, usage
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import Sample
 
 _ROUNDING = 1e-3
 """Nats by which rounding may lift a log-prob above 0."""

@@ -19,28 +19,28 @@ from transformers import (
 )
 
 from flowtrain.config import Chat, Config, Lora, Vllm
-from flowtrain.engines.protocol import Engine
-from flowtrain.engines.requests import stop_ids
-from flowtrain.engines.shared_cache import NAME
-from flowtrain.engines.token_chat import TEMPLATE_ERRORS, encode_chat
-from flowtrain.engines.torch_engine import TorchEngine
-from flowtrain.engines.vllm.engine import AdapterEngine, VllmEngine
-from flowtrain.engines.vllm.process import (
+from flowtrain.inference.protocol import Engine
+from flowtrain.inference.requests import stop_ids
+from flowtrain.inference.shared_cache import NAME
+from flowtrain.inference.token_chat import TEMPLATE_ERRORS, encode_chat
+from flowtrain.inference.torch_engine import TorchEngine
+from flowtrain.inference.vllm.engine import AdapterEngine, VllmEngine
+from flowtrain.inference.vllm.process import (
     VllmModel,
     cpu_environment,
     gpu_environment,
 )
-from flowtrain.training import model as models
-from flowtrain.training.lora import (
+from flowtrain.records import PolicyName, UserError
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.model.check import load_config
+from flowtrain.trainer.model.files import reading
+from flowtrain.trainer.model.lora import (
     adapter_weights,
     add_adapter,
     fingerprint,
     home,
     is_adapter,
 )
-from flowtrain.training.model_check import load_config
-from flowtrain.training.model_files import reading
-from flowtrain.types import PolicyName, UserError
 from flowtrain.weights import Source, WeightStore
 from flowtrain.weights.format.adapters import AdapterSpec
 from flowtrain.weights.format.tensor_shards import spec_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flowtrain.engines.protocol import Engine
-from flowtrain.types import Completion, Sample, Sampling
+from flowtrain.inference.protocol import Engine
+from flowtrain.records import Completion, Sample, Sampling
 
 
 @dataclass(slots=True)

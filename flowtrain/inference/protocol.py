@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from flowtrain.types import Completion, Sample, Sampling
+from flowtrain.records import Completion, Sample, Sampling
 
 
 class EngineError(RuntimeError):

@@ -9,8 +9,15 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from flowtrain.engines.token_chat import message_end
-from flowtrain.types import Completion, FinishReason, Sampling, SamplingMask, UserError, VersionSpan
+from flowtrain.inference.token_chat import message_end
+from flowtrain.records import (
+    Completion,
+    FinishReason,
+    Sampling,
+    SamplingMask,
+    UserError,
+    VersionSpan,
+)
 
 _SLACK = 8
 """Tokens that a tokenizer may decode otherwise for standing first."""

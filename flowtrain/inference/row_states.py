@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowtrain.training.delta_net import DeltaTree, Functions, one_token_conv
-from flowtrain.training.tree import PackedRow
+from flowtrain.trainer.model.delta_net import DeltaTree, Functions, one_token_conv
+from flowtrain.trainer.packing import PackedRow
 
 
 class RowStates:

@@ -1,6 +1,6 @@
 """Keys and values of a batch whose requests share prompts: a prompt's are held and read once.
 
-The prompts are prefilled as one token tree (`training/tree.py`): what several begin with is
+The prompts are prefilled as one token tree (`trainer/packing.py`): what several begin with is
 computed once too, and nothing is padded. From then on a row attends to its prompt, side by side
 with the prompt's other rows, and to its own response; the log-sum-exps of the two say how to mix
 them. Keys and values are kept in fp32, so that scores are as precise as within torch's fused
@@ -23,10 +23,10 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from flowtrain.engines.row_states import RowStates
-from flowtrain.training.forest import Forest
-from flowtrain.training.tree import pack_row
-from flowtrain.types import Sample
+from flowtrain.inference.row_states import RowStates
+from flowtrain.records import Sample
+from flowtrain.trainer.attention.forest import Forest
+from flowtrain.trainer.packing import pack_row
 
 NAME = "flowtrain_shared"
 """The attention of an engine's model, as transformers knows it."""

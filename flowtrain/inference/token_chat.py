@@ -11,10 +11,10 @@ from typing import Any, Protocol
 from jinja2 import TemplateError
 
 from flowtrain.config import Chat
-from flowtrain.engines.chat import Meter
-from flowtrain.engines.protocol import Engine, EngineError
-from flowtrain.engines.special_tokens import Rendered, encode_plain, special_tokens
-from flowtrain.types import FinishReason, Sampling, UserError
+from flowtrain.inference.chat import Meter
+from flowtrain.inference.protocol import Engine, EngineError
+from flowtrain.inference.special_tokens import Rendered, encode_plain, special_tokens
+from flowtrain.records import FinishReason, Sampling, UserError
 from flowtrain.utils.errors import one_line
 
 TEMPLATE_ERRORS = (

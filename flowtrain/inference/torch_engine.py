@@ -23,15 +23,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain.engines.requests import check_request, completion, hits_stop_string, stop_ids
-from flowtrain.engines.row_states import RowStates
-from flowtrain.engines.shared_cache import NAME, SharedCache
-from flowtrain.training import attention, delta_net, experts
-from flowtrain.training.lora import adapter_weights
-from flowtrain.training.model import weights_in_one_dtype
-from flowtrain.training.row_loss import score_row
-from flowtrain.training.tree import in_order, pack_rows
-from flowtrain.types import Completion, FinishReason, Routes, Sample, Sampling
+from flowtrain.inference.requests import check_request, completion, hits_stop_string, stop_ids
+from flowtrain.inference.row_states import RowStates
+from flowtrain.inference.shared_cache import NAME, SharedCache
+from flowtrain.records import Completion, FinishReason, Routes, Sample, Sampling
+from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.model import delta_net, experts
+from flowtrain.trainer.model.loading import weights_in_one_dtype
+from flowtrain.trainer.model.lora import adapter_weights
+from flowtrain.trainer.packing import in_order, pack_rows
+from flowtrain.trainer.row_loss import score_row
 from flowtrain.weights import Loaded, Source, WeightReader
 
 _SCORED_TOKENS = 4096

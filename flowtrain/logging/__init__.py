@@ -3,10 +3,10 @@
 What needs torch is not imported here.
 """
 
-from flowtrain.metrics.progress import Progress, ProgressLine
-from flowtrain.metrics.run_dir import RunDir, atomic_write_text, manifest
-from flowtrain.metrics.tables import aligned, comparison_table, markdown, write_summary
-from flowtrain.metrics.writers import MetricsLog, TrajectoryLog, trajectory_record
+from flowtrain.logging.progress import Progress, ProgressLine
+from flowtrain.logging.run_dir import RunDir, atomic_write_text, manifest
+from flowtrain.logging.tables import aligned, comparison_table, markdown, write_summary
+from flowtrain.logging.writers import MetricsLog, TrajectoryLog, trajectory_record
 
 __all__ = [
     "MetricsLog",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.config import Config
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 
 _SHOWN = 3
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils.files import sync, writing
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowtrain.config import Config
-from flowtrain.metrics.sums import Tally
-from flowtrain.types import Group, TrainBatch, Trajectory, UserError
+from flowtrain.logging.tally import Tally
+from flowtrain.records import Group, TrainBatch, Trajectory, UserError
 
 _log = logging.getLogger(__name__)
 

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flowtrain.config import Config
-from flowtrain.metrics.run_dir import atomic_write_text
-from flowtrain.types import UserError
+from flowtrain.logging.run_dir import atomic_write_text
+from flowtrain.records import UserError
 from flowtrain.utils import plugins
 from flowtrain.utils.errors import foreign, one_line
 from flowtrain.utils.files import writing
 
 GROUP = "flowtrain.loggers"
 BUILT_IN = plugins.built_in(
-    GROUP, "flowtrain.metrics", {name: f"loggers:{name}" for name in ("wandb", "trackio")}
+    GROUP, "flowtrain.logging", {name: f"loggers:{name}" for name in ("wandb", "trackio")}
 )
 _log = logging.getLogger(__name__)
 _MOST_WAITING = 1000

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flowtrain.config import Config
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from flowtrain.metrics.run_dir import atomic_write_text
+from flowtrain.logging.run_dir import atomic_write_text
 from flowtrain.utils.files import writing
 
 

@@ -13,9 +13,9 @@ from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
 from flowtrain.agents.agentflow.verdicts import read_verdict
 from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.config import OWN, Config
-from flowtrain.metrics.sums import Tally
+from flowtrain.logging.tally import Tally
+from flowtrain.records import PolicyName, Trajectory, Turn, Verdict
 from flowtrain.rewards.functions import FAILURES, failure_of
-from flowtrain.types import PolicyName, Trajectory, Turn, Verdict
 
 _RESCUED = "rescued_share/"
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flowtrain.types import Call, Trajectory, Turn
+from flowtrain.records import Call, Trajectory, Turn
 
 _COUNTS = (
     *("rollouts", "finished", "reward", "squared_reward"),

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import flowtrain
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils import lock
 from flowtrain.utils.files import make_folder, replace_file, writing
 from flowtrain.utils.lock import Lock

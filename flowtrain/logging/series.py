@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from flowtrain.metrics.jsonl import read_lines
-from flowtrain.types import TokenAccount, UserError, account_of
+from flowtrain.logging.jsonl import read_lines
+from flowtrain.records import TokenAccount, UserError, account_of
 
 Series = tuple[list[int], list[float]]
 """(steps, values) of one metric."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowtrain.metrics.jsonl import json_value
-from flowtrain.metrics.run_dir import atomic_write_text
+from flowtrain.logging.jsonl import json_value
+from flowtrain.logging.run_dir import atomic_write_text
 from flowtrain.utils.text import printable
 
 Row = tuple[str, str, str, str]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowtrain.training.world import World
+    from flowtrain.trainer.distributed import World
 
 
 @dataclass(slots=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 
-from flowtrain.metrics.sums import Tally
-from flowtrain.training.tree import PackedRow
-from flowtrain.types import FilterReason, Group, PolicyName, TokenAccount, TrainBatch, account_of
-from flowtrain.types.token_account import (
+from flowtrain.logging.tally import Tally
+from flowtrain.records import FilterReason, Group, PolicyName, TokenAccount, TrainBatch, account_of
+from flowtrain.records.token_account import (
     FAILED,
     LOST,
     NO_SIGNAL,
@@ -16,6 +15,7 @@ from flowtrain.types.token_account import (
     SKIPPED,
     TRAINED,
 )
+from flowtrain.trainer.packing import PackedRow
 
 _log = logging.getLogger(__name__)
 

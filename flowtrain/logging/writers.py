@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from flowtrain.metrics.jsonl import append_lines, cut_lines, json_value, read_lines
-from flowtrain.metrics.loggers import Logger, open_tensorboard
-from flowtrain.types import (
+from flowtrain.logging.jsonl import append_lines, cut_lines, json_value, read_lines
+from flowtrain.logging.loggers import Logger, open_tensorboard
+from flowtrain.records import (
     Call,
     Group,
     PolicyName,

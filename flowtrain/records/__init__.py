@@ -5,7 +5,7 @@ ids are plain ints, log-probabilities natural logs, times seconds. Only the stan
 imported here.
 """
 
-from flowtrain.types.rollout import (
+from flowtrain.records.rollout import (
     MAX_TOOL_CALLS,
     Action,
     BranchPoint,
@@ -18,8 +18,8 @@ from flowtrain.types.rollout import (
     Turn,
     Verdict,
 )
-from flowtrain.types.sample import FilterReason, Sample, SampleId, TrainBatch
-from flowtrain.types.sampling import (
+from flowtrain.records.sample import FilterReason, Sample, SampleId, TrainBatch
+from flowtrain.records.sampling import (
     Call,
     Completion,
     FinishReason,
@@ -28,8 +28,8 @@ from flowtrain.types.sampling import (
     SamplingMask,
     VersionSpan,
 )
-from flowtrain.types.task import Outage, PlanStep, SubGoal, Task, Unmet, UserError
-from flowtrain.types.token_account import TokenAccount, account_of
+from flowtrain.records.task import Outage, PlanStep, SubGoal, Task, Unmet, UserError
+from flowtrain.records.token_account import TokenAccount, account_of
 
 __all__ = [
     "MAX_TOOL_CALLS",

@@ -7,8 +7,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from flowtrain.types.sample import Sample
-from flowtrain.types.sampling import Call
+from flowtrain.records.sample import Sample
+from flowtrain.records.sampling import Call
 
 MIN_LOGPROB, MAX_LOGPROB = -50.0, 1e-3
 """Log-probs of a sampler, in nats: nobody draws a token of probability e^-50, whose ratio to

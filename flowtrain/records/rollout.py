@@ -6,8 +6,8 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from flowtrain.types.sampling import Call
-from flowtrain.types.task import Task
+from flowtrain.records.sampling import Call
+from flowtrain.records.task import Task
 
 PolicyName = str
 """What the config calls a policy, which has a model, a trainer and versions of its own; AgentFlow's

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flowtrain.types.sampling import Routes, SamplingMask, VersionSpan
+from flowtrain.records.sampling import Routes, SamplingMask, VersionSpan
 
 
 class SampleId(NamedTuple):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 
 
 def log_path(run: Path) -> Path:

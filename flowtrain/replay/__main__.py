@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowtrain.metrics.tables import aligned
+from flowtrain.logging.tables import aligned
+from flowtrain.records import UserError
 from flowtrain.replay import log_path
-from flowtrain.types import UserError
 from flowtrain.utils.commands import end_on_signals, end_process, number
 from flowtrain.utils.terminal import protect_output
 from flowtrain.utils.waiting import waiting

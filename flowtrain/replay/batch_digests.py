@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain.types import Sample, SampleId, TrainBatch
+from flowtrain.records import Sample, SampleId, TrainBatch
 
 _INTEGERS = ("prompt_ids", "response_ids", "mask_ids", "mask_counts")
 _FLOATS = ("logprobs", "advantages", "loss_weights", "old_logprobs", "ref_logprobs")

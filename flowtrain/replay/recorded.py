@@ -12,7 +12,8 @@ from typing import Any
 
 from flowtrain.config import Config
 from flowtrain.config.options import parse_over
-from flowtrain.metrics.jsonl import read_lines
+from flowtrain.logging.jsonl import read_lines
+from flowtrain.records import Group, UserError
 from flowtrain.replay import log_path
 from flowtrain.replay.batch_digests import Digests
 from flowtrain.replay.log import (
@@ -23,9 +24,8 @@ from flowtrain.replay.log import (
     rollouts_name,
     step_folder,
 )
-from flowtrain.training.records import Rollouts
-from flowtrain.training.world import World
-from flowtrain.types import Group, UserError
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.records import Rollouts
 
 _APART = ("log", "eval", "checkpoint", "weights", "dataflow")
 """Sections that do not decide what is trained from given rollouts."""

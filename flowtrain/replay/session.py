@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
+from flowtrain.records import SampleId, UserError
 from flowtrain.replay.batch_digests import difference, left_out, missing
 from flowtrain.replay.recorded import Recorded
 from flowtrain.replay.weights import Difference, compare, differing, recorded_weights, unknown
-from flowtrain.setup.components import LearnerComponents
-from flowtrain.setup.learner import Learner
-from flowtrain.setup.placement import Placement
-from flowtrain.training import checkpoint
-from flowtrain.training.model import whole
-from flowtrain.training.records import Prepared
-from flowtrain.training.world import World
-from flowtrain.types import SampleId, UserError
+from flowtrain.trainer import checkpoint
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model.loading import whole
+from flowtrain.trainer.records import Prepared
+from flowtrain.trainer.setup.components import LearnerComponents
+from flowtrain.trainer.setup.learner import Learner
+from flowtrain.trainer.setup.placement import Placement
 from flowtrain.weights import WeightStore
 from flowtrain.weights.format.layout import digest_hex
 from flowtrain.weights.publish.digests import digests_of

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flowtrain.config import Config
-from flowtrain.training import checkpoint
+from flowtrain.trainer import checkpoint
 from flowtrain.weights import StoreError, WeightStore, pull
 from flowtrain.weights.format.tensor_shards import u16_view
 

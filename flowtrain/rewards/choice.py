@@ -10,8 +10,8 @@ import re
 import string
 from collections.abc import Sequence
 
+from flowtrain.records import Task, UserError
 from flowtrain.rewards.normal import normalise, visible
-from flowtrain.types import Task, UserError
 from flowtrain.utils.text import boxed
 
 _WORDS_IN_LATEX = re.compile(r"\\(?:boxed|text\w*|math(?:rm|bf|it))\s*\{([^{}]*)\}")

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
 
 from flowtrain.config import Reward
+from flowtrain.records import PolicyName, Task, Trajectory, UserError
+from flowtrain.records.checks import part_problem
 from flowtrain.rewards.scorers import SCORERS, by_rule, check
 from flowtrain.tasks.sub_goals import solved_weight
 from flowtrain.tools.blocking import BlockingPool
-from flowtrain.types import PolicyName, Task, Trajectory, UserError
-from flowtrain.types.checks import part_problem
 from flowtrain.utils import plugins
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.text import encodable

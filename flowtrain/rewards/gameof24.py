@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
+from flowtrain.records import Task, UserError
 from flowtrain.rewards.latex import SIGNS
-from flowtrain.types import Task, UserError
 
 TARGET = 24
 MAX_ANSWER = 2000

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowtrain.config import Judge as JudgeOptions
-from flowtrain.engines.chat import ChatEngine
-from flowtrain.engines.protocol import EngineError
-from flowtrain.engines.special_tokens import LIKE_SPECIAL
+from flowtrain.inference.chat import ChatEngine
+from flowtrain.inference.protocol import EngineError
+from flowtrain.inference.special_tokens import LIKE_SPECIAL
+from flowtrain.records import Task
 from flowtrain.rewards.judge_cache import JudgeCache
-from flowtrain.types import Task
+from flowtrain.utils.shared_calls import Together
 from flowtrain.utils.text import THINK_END, encodable
-from flowtrain.utils.together import Together
 
 DEADLINE_S = 300.0
 """Seconds per question; without a verdict by then the rule's score stands."""

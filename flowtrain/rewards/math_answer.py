@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from flowtrain.records import Task
 from flowtrain.rewards.latex import tidy
 from flowtrain.rewards.numerals import in_digits
 from flowtrain.rewards.statements import NOUN, Numbers, is_same
-from flowtrain.types import Task
 
 MAX_LENGTH = 1000
 """Characters of an answer, or of its box; longer ones are wrong."""

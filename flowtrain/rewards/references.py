@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flowtrain.records import Group, Task, Trajectory, UserError
 from flowtrain.rewards import RewardFunctions, score
 from flowtrain.rewards.scorers import check
 from flowtrain.tasks import sub_goals
 from flowtrain.tasks.files import TaskSource, shortened
 from flowtrain.tasks.sets import TaskSet
-from flowtrain.types import Group, Task, Trajectory, UserError
 from flowtrain.utils.text import final_answer, marked_answer, words
 
 _COMPARING = ("exact", "qa", "f1", "math", "choice")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from flowtrain.records import Task, UserError
 from flowtrain.rewards import choice, exact, gameof24, math_answer, squad, symbolic
-from flowtrain.types import Task, UserError
 
 Rule = Callable[[Task, str], float]
 

@@ -13,12 +13,12 @@ from itertools import islice
 
 from flowtrain.config import Reward
 from flowtrain.config.agents import JudgeMode
+from flowtrain.records import Group, Task, Trajectory
 from flowtrain.rewards.functions import RewardFunctions
 from flowtrain.rewards.judge import Judge
 from flowtrain.rewards.scorers import MAX_CHARS, by_rule
 from flowtrain.tasks.sub_goals import solved_weight
-from flowtrain.types import Group, Task, Trajectory
-from flowtrain.utils.loops import run_to_end
+from flowtrain.utils.event_loop import run_to_end
 
 _REFUSALS = {
     *("none", "null", "n/a", "na", "unknown", "unclear", "undetermined", "unanswerable", "idk"),

@@ -19,8 +19,8 @@ import re
 import string
 from collections.abc import Iterator
 
+from flowtrain.records import Task, Trajectory, Turn
 from flowtrain.tasks import sub_goals
-from flowtrain.types import Task, Trajectory, Turn
 from flowtrain.utils.text import words
 
 REASONS = ("answer_not_found", "no_sub_goal")

@@ -8,9 +8,9 @@ import re
 import string
 from collections import Counter
 
+from flowtrain.records import Task
 from flowtrain.rewards.normal import normalise
 from flowtrain.rewards.short_answer import plain, same
-from flowtrain.types import Task
 
 ANSWER_SCORERS = ("exact", "qa", "f1")
 """Scorers of short answers, which the metrics are for."""

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from flowtrain.records import Task
 from flowtrain.rewards.math_answer import pairs
 from flowtrain.rewards.statements import Numbers, is_same
 from flowtrain.tools.sandbox import make_checker_sandbox
 from flowtrain.tools.sandbox.host import ProcessSandbox
-from flowtrain.types import Task
-from flowtrain.utils.together import Together
+from flowtrain.utils.shared_calls import Together
 
 SCORER = "math"
 """The scorer whose 0 math-verify may overrule."""

@@ -16,17 +16,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from flowtrain.agents.chat.conversation import Conversation, Message, TemplateRewrites
+from flowtrain.agents.chat.dialect import Dialect
 from flowtrain.agents.gateway.plain import Asked, Refusal
 from flowtrain.agents.gateway.wires import chat
-from flowtrain.agents.talking.conversation import Conversation, Message, TemplateRewrites
-from flowtrain.agents.talking.dialect import Dialect
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
-from flowtrain.engines.token_chat import ChatTokenizer, pass_to_template
+from flowtrain.inference.token_chat import ChatTokenizer, pass_to_template
+from flowtrain.records import Call, Completion, FinishReason, UserError
 from flowtrain.rft.imitation import fit, listed, named, sample_of, trainable
-from flowtrain.setup.components import LearnerComponents
 from flowtrain.tasks.rows import Row, read_rows
-from flowtrain.types import Call, Completion, FinishReason, UserError
+from flowtrain.trainer.setup.components import LearnerComponents
 from flowtrain.utils.waiting import waiting
 from flowtrain.weights.ranks import together
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.config import Config
-from flowtrain.dataflow.codec import pack_group, unpack_group
-from flowtrain.dataflow.contract import Refused
 from flowtrain.evaluation.rollout_log import Question, RolloutLog
-from flowtrain.metrics import trajectory_record
-from flowtrain.metrics.jsonl import read_lines
-from flowtrain.metrics.pins import check_same, pinned
-from flowtrain.types import Group, Task, Trajectory, UserError
+from flowtrain.logging import trajectory_record
+from flowtrain.logging.fingerprints import check_same, pinned
+from flowtrain.logging.jsonl import read_lines
+from flowtrain.records import Group, Task, Trajectory, UserError
+from flowtrain.rollouts.codec import pack_group, unpack_group
+from flowtrain.rollouts.contract import Refused
 
 PINS = "demonstrations"
 """The key of the manifest that holds the `pins`."""

@@ -11,11 +11,11 @@ from flowtrain.agents.agentflow.teacher import taught
 from flowtrain.agents.base import Agent
 from flowtrain.config import Config
 from flowtrain.config.train import EXPERTS
-from flowtrain.engines.chat_engines import POLICY, TEACHER
 from flowtrain.evaluation.evaluator import roll_out
-from flowtrain.setup.components import RunComponents
+from flowtrain.inference.chat_engines import POLICY, TEACHER
+from flowtrain.records import PolicyName, Task, Trajectory, UserError
 from flowtrain.tasks.sets import TaskSet
-from flowtrain.types import PolicyName, Task, Trajectory, UserError
+from flowtrain.trainer.setup.components import RunComponents
 from flowtrain.utils.seeds import derive_seed
 
 

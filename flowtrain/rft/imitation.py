@@ -14,16 +14,16 @@ from flowkernels import LossSpec
 
 from flowtrain.algorithms import filter_samples
 from flowtrain.config.command import INTERRUPTED, Interrupt
-from flowtrain.metrics import MetricsLog, Progress, RunDir
-from flowtrain.setup.components import LearnerComponents
-from flowtrain.setup.learner import make_trainer
-from flowtrain.training.balance import balance
-from flowtrain.training.cost import ForwardCost
-from flowtrain.training.lr_schedule import linear
-from flowtrain.training.model import export, full_weights
-from flowtrain.training.trainer import OptimSpec
-from flowtrain.training.tree import pack_rows
-from flowtrain.types import Call, FilterReason, Sample, TrainBatch
+from flowtrain.logging import MetricsLog, Progress, RunDir
+from flowtrain.records import Call, FilterReason, Sample, TrainBatch
+from flowtrain.trainer.balance import balance
+from flowtrain.trainer.cost import ForwardCost
+from flowtrain.trainer.lr_schedule import linear
+from flowtrain.trainer.model.loading import export, full_weights
+from flowtrain.trainer.packing import pack_rows
+from flowtrain.trainer.setup.components import LearnerComponents
+from flowtrain.trainer.setup.learner import make_trainer
+from flowtrain.trainer.trainer import OptimSpec
 from flowtrain.utils.files import put_folder, remove, sync_tree
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.weights.format.files import writing_tensors

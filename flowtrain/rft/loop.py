@@ -28,26 +28,26 @@ from flowtrain.agents.base import Agent
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt
 from flowtrain.config.train import EXPERTS
-from flowtrain.engines.chat_engines import POLICY
 from flowtrain.evaluation.rollout_log import Question, ask, cost_text
-from flowtrain.metrics import ProgressLine, RunDir, atomic_write_text
-from flowtrain.rewards.shortcuts import REASONS, shortcut
-from flowtrain.rft.conversations import imitate_file
-from flowtrain.rft.demonstrations import DemonstrationLog, open_log
-from flowtrain.rft.experts import asked_policies, demonstrate, draw_tasks, make_expert
-from flowtrain.rft.imitation import fit, listed, named, sample_of, trainable
-from flowtrain.run.banner import rft_banner
-from flowtrain.setup.components import LearnerComponents, RunComponents, lock_run_dir
-from flowtrain.setup.learner import publish_start
-from flowtrain.setup.placement import Placement
-from flowtrain.setup.token_budget import with_token_budget
-from flowtrain.training.world import World
-from flowtrain.types import (
+from flowtrain.inference.chat_engines import POLICY
+from flowtrain.logging import ProgressLine, RunDir, atomic_write_text
+from flowtrain.records import (
     Sample,
     TrainBatch,
     Trajectory,
     UserError,
 )
+from flowtrain.rewards.shortcuts import REASONS, shortcut
+from flowtrain.rft.conversations import imitate_file
+from flowtrain.rft.demonstrations import DemonstrationLog, open_log
+from flowtrain.rft.experts import asked_policies, demonstrate, draw_tasks, make_expert
+from flowtrain.rft.imitation import fit, listed, named, sample_of, trainable
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.run.banner import rft_banner
+from flowtrain.trainer.setup.components import LearnerComponents, RunComponents, lock_run_dir
+from flowtrain.trainer.setup.learner import publish_start
+from flowtrain.trainer.setup.placement import Placement
+from flowtrain.trainer.setup.token_budget import with_token_budget
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.text import printable
 from flowtrain.weights import WeightStore

@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING
 
 from flowtrain.config import Config
 from flowtrain.config.options import parse, shows_config, to_toml
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.contract import Refused, Unavailable
-from flowtrain.dataflow.measures import Measures
-from flowtrain.dataflow.service import Service
-from flowtrain.dataflow.show import status_text
-from flowtrain.net import credentials, serving
-from flowtrain.net.credentials import Access, Role, TokenFile
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.contract import Refused, Unavailable
+from flowtrain.rollouts.measures import Measures
+from flowtrain.rollouts.service import Service
+from flowtrain.rollouts.show import status_text
 from flowtrain.utils.commands import Commands, add_server, add_tokens, end_on_signals
 from flowtrain.utils.lock import Lock
+from flowtrain.utils.net import credentials, serving
+from flowtrain.utils.net.credentials import Access, Role, TokenFile
 from flowtrain.utils.terminal import bare, protect_output, say
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-_COMMAND = "python -m flowtrain.dataflow"
+_COMMAND = "python -m flowtrain.rollouts"
 _CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    from flowtrain.dataflow.ledger import open_ledger
+    from flowtrain.rollouts.ledger import open_ledger
 
     config = _config(rest)
     token_file = TokenFile(options.tokens) if options.tokens else None
@@ -72,7 +72,7 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
         run = ledger.run
         # Who joins, ends or falls silent.
         logging.basicConfig(format="%(message)s")
-        logging.getLogger("flowtrain.dataflow").setLevel(logging.INFO)
+        logging.getLogger("flowtrain.rollouts").setLevel(logging.INFO)
 
         def make_app(token: str) -> ASGIApp:
             readers = None if options.open_metrics else Access(token, token_file)
@@ -123,7 +123,7 @@ def _status(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _audit(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    from flowtrain.dataflow.ledger import audit_database
+    from flowtrain.rollouts.ledger import audit_database
 
     _nothing_else(rest)
     audit = audit_database(options.database)

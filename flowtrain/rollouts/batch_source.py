@@ -1,4 +1,4 @@
-"""Batches that rollout nodes have made: this run as the dataflow knows it (`dataflow/contract.py`).
+"""Batches that rollout nodes have made: this run as the dataflow knows it (`rollouts/contract.py`).
 
 While a batch fills rank 0 alone asks; then every rank fetches its share by itself. What is waited
 for is asked on a thread, so that a run that is asked to end does.
@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
-from flowtrain.dataflow.codec import unpack_group
-from flowtrain.dataflow.contract import (
+from flowtrain.logging.token_counts import versions
+from flowtrain.records import Group, Outage, TokenAccount, UserError, account_of
+from flowtrain.rollouts.codec import unpack_group
+from flowtrain.rollouts.contract import (
     AssignedGroup,
     Batch,
     BatchRequest,
@@ -29,15 +31,13 @@ from flowtrain.dataflow.contract import (
     Register,
     Unavailable,
 )
-from flowtrain.dataflow.heartbeat import Heartbeat
-from flowtrain.metrics.tokens import versions
-from flowtrain.net.serving import TOKEN_VARIABLE
-from flowtrain.training.records import Rollouts
-from flowtrain.training.world import World
-from flowtrain.types import Group, Outage, TokenAccount, UserError, account_of
+from flowtrain.rollouts.heartbeat import Heartbeat
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.records import Rollouts
+from flowtrain.utils.net.serving import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
-    from flowtrain.dataflow.client import Client
+    from flowtrain.rollouts.client import Client
 
 T = TypeVar("T")
 
@@ -325,7 +325,7 @@ def connect(config: Config) -> Client:
     """The service at dataflow.url; the token is FLOWTRAIN_TOKEN. It has more patience than a
     `BatchSource`, which knows what is waited for.
     """
-    from flowtrain.dataflow.client import Client
+    from flowtrain.rollouts.client import Client
 
     return Client(
         config.dataflow.url, os.environ.get(TOKEN_VARIABLE, ""), config.dataflow.wait_s + _ASK_S

@@ -19,9 +19,9 @@ from typing import Any
 import httpx2
 
 from flowtrain import __version__
-from flowtrain.dataflow.codec import pack, unpack
-from flowtrain.dataflow.contract import NotAllowed, Refused, Unavailable
-from flowtrain.dataflow.wire import (
+from flowtrain.rollouts.codec import pack, unpack
+from flowtrain.rollouts.contract import NotAllowed, Refused, Unavailable
+from flowtrain.rollouts.wire import (
     MAX_WAIT_S,
     MEDIA_TYPE,
     METHODS,
@@ -30,9 +30,9 @@ from flowtrain.dataflow.wire import (
     RUN_HEADER,
     Problem,
 )
-from flowtrain.net import serving
-from flowtrain.net.bodies import SLOWEST
-from flowtrain.net.retries import GaveUp, Transient, retried, retry_after_s
+from flowtrain.utils.net import serving
+from flowtrain.utils.net.bodies import SLOWEST
+from flowtrain.utils.net.retries import GaveUp, Transient, retried, retry_after_s
 from flowtrain.utils.threads import Ended, LoopThread, cancel
 
 _log = logging.getLogger(__name__)

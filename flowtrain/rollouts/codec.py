@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from flowtrain.dataflow.contract import Refused
-from flowtrain.types import Call, Group
+from flowtrain.records import Call, Group
+from flowtrain.rollouts.contract import Refused
 from flowtrain.utils.prefixes import num_shared
 
 T = TypeVar("T")

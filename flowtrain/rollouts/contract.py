@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flowtrain.types import Task
+from flowtrain.records import Task
 
 PROTOCOL = 6
 """Version of these messages and of the records in a payload; others are refused."""

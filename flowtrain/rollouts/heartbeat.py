@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from threading import Thread
 
-from flowtrain.dataflow.contract import Dataflow, Progress, Refused, Unavailable
+from flowtrain.rollouts.contract import Dataflow, Progress, Refused, Unavailable
 
 _log = logging.getLogger(__name__)
 _LAST_WORDS_S = 5.0

@@ -8,16 +8,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from flowtrain.dataflow.contract import Refused, Unavailable
-from flowtrain.dataflow.wire import METHODS, PREFIX
-from flowtrain.net.credentials import Access
-from flowtrain.net.monitoring import OTHER, Cached, Monitor, counter, gauge
-from flowtrain.types import UserError, account_of
+from flowtrain.records import UserError, account_of
+from flowtrain.rollouts.contract import Refused, Unavailable
+from flowtrain.rollouts.wire import METHODS, PREFIX
+from flowtrain.utils.net.credentials import Access
+from flowtrain.utils.net.monitoring import OTHER, Cached, Monitor, counter, gauge
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-    from flowtrain.dataflow.ledger import Ledger
+    from flowtrain.rollouts.ledger import Ledger
 
 _NAME = "flowtrain_dataflow"
 _GONE_S = 3600.0

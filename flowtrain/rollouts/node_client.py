@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-from flowtrain.dataflow.contract import (
+from flowtrain.rollouts.contract import (
     WAITING,
     Dataflow,
     Join,
@@ -31,7 +31,7 @@ from flowtrain.dataflow.contract import (
     Renewal,
     Renewed,
 )
-from flowtrain.dataflow.wire import MAX_WAIT_S
+from flowtrain.rollouts.wire import MAX_WAIT_S
 from flowtrain.utils.threads import settle
 
 _MAX_REASON = 500

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flowtrain.dataflow.codec import pack, unpack
-from flowtrain.dataflow.contract import (
+from flowtrain.records import UserError
+from flowtrain.rollouts.codec import pack, unpack
+from flowtrain.rollouts.contract import (
     PROTOCOL,
     WAITING,
     BatchRequest,
@@ -28,7 +29,7 @@ from flowtrain.dataflow.contract import (
     Refused,
     Unavailable,
 )
-from flowtrain.dataflow.wire import (
+from flowtrain.rollouts.wire import (
     MAX_WAIT_S,
     MEDIA_TYPE,
     METHODS,
@@ -36,10 +37,9 @@ from flowtrain.dataflow.wire import (
     RUN_HEADER,
     Problem,
 )
-from flowtrain.net import serving
-from flowtrain.net.credentials import Access, Caller, Role, TokenFile
-from flowtrain.net.serving import Rejected
-from flowtrain.types import UserError
+from flowtrain.utils.net import serving
+from flowtrain.utils.net.credentials import Access, Caller, Role, TokenFile
+from flowtrain.utils.net.serving import Rejected
 
 if TYPE_CHECKING:
     from prometheus_client import Histogram
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 
-    from flowtrain.dataflow.ledger import Ledger
+    from flowtrain.rollouts.ledger import Ledger
 
 _log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flowtrain.metrics.tables import aligned
-from flowtrain.types import account_of
+from flowtrain.logging.tables import aligned
+from flowtrain.records import account_of
 from flowtrain.utils.text import printable
 
 _LEFT_OUT = ("stale", "filtered", "surplus", "empty")

@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
-from flowtrain.dataflow.contract import PROTOCOL, Dataflow
-from flowtrain.net.credentials import Role
+from flowtrain.rollouts.contract import PROTOCOL, Dataflow
+from flowtrain.utils.net.credentials import Role
 
 PREFIX = f"/v{PROTOCOL}/"
 MEDIA_TYPE = "application/vnd.msgpack"

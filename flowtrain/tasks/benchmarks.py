@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import get_args
 
 from flowtrain import config as cfg
+from flowtrain.records import Task, UserError
 from flowtrain.tasks import published
 from flowtrain.tasks.files import load_source
 from flowtrain.tasks.layouts import PRESETS, Layout, read_task, rules_of
 from flowtrain.tasks.rows import SUFFIXES, read_rows
-from flowtrain.types import Task, UserError
 
 _PLAIN = Layout("query", ("answer",))
 _GOLDEN = "golden_answers"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from flowtrain.records import UserError
 from flowtrain.tasks.rows import parse_json, read_text
-from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
 
 SHIPPED = "shipped"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from flowtrain.types import Task
+from flowtrain.records import Task
 
 
 class TaskCursor:

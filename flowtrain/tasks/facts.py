@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, islice, zip_longest
 
+from flowtrain.records import PlanStep, SubGoal, Task, UserError
 from flowtrain.tasks.corpus import Entity, key_facts
-from flowtrain.types import PlanStep, SubGoal, Task, UserError
 
 SPLITS = ("train", "texts", "entities", "forms")
 KINDS = ("lookup", "arithmetic", "chain", "sum")

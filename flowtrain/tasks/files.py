@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.config import Tasks
+from flowtrain.records import Task, UserError
 from flowtrain.tasks import published
 from flowtrain.tasks.hub import DEFAULT_SPLIT, folder_rows, hub_rows, is_hub_name
 from flowtrain.tasks.layouts import PICTURES, PRESETS, Layout, read_task, recognise
 from flowtrain.tasks.rows import SUFFIXES, Row, read_rows
-from flowtrain.types import Task, UserError
 
 NUM_SOLUTIONS = 50
 """Rows whose own solutions are kept, to check the scorer with."""

@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cache
 from itertools import combinations_with_replacement
 
-from flowtrain.types import PlanStep, Task
+from flowtrain.records import PlanStep, Task
 
 TARGET = 24
 _QUESTION = (

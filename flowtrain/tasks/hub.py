@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from flowtrain.records import UserError
 from flowtrain.tasks.rows import Row, read_rows, without_nulls
-from flowtrain.types import UserError
 from flowtrain.utils.errors import foreign, user_error
 
 DEFAULT_SPLIT = "train"

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from flowtrain.records import SubGoal, Task, UserError
 from flowtrain.tasks import published
 from flowtrain.tasks.rows import Row
-from flowtrain.types import SubGoal, Task, UserError
 from flowtrain.utils.errors import user_error
 
 _INSTRUCTION = re.compile(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
+from flowtrain.records import Task, UserError
 from flowtrain.tasks.cursor import TaskCursor
-from flowtrain.types import Task, UserError
 from flowtrain.utils.seeds import derive_seed
 
 

@@ -15,8 +15,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from flowtrain.records import Task, UserError
 from flowtrain.tasks.benchmarks import available, load_benchmark
-from flowtrain.types import Task, UserError
 from flowtrain.utils.text import words
 
 THRESHOLD = 0.6

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from flowtrain.records import UserError
 from flowtrain.tasks.rows import Row, parse_json, without_nulls
-from flowtrain.types import UserError
 from flowtrain.utils.text import boxed, final_answer, marked_answer
 
 Unpack = Callable[[Row], Row]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils.errors import user_error
 
 _INEXACT = re.compile("float|half|decimal")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from flowtrain import config as cfg
+from flowtrain.records import Task, UserError
 from flowtrain.tasks.benchmarks import parse_benchmarks
 from flowtrain.tasks.corpus import load_corpus, passage_value, passages
 from flowtrain.tasks.cursor import TaskCursor
@@ -20,7 +21,6 @@ from flowtrain.tasks.gameof24 import gameof24_tasks
 from flowtrain.tasks.mixture import MixedCursor, shares
 from flowtrain.tasks.overlap import benchmark_tasks, without_overlaps
 from flowtrain.tasks.verifiers import verifiers_tasks
-from flowtrain.types import Task, UserError
 
 MAIN_SPLIT = "texts"
 """The held-out split that curves and the summary show first: texts that training never uses."""

@@ -19,7 +19,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from flowtrain.types import SubGoal, Task, Turn, UserError
+from flowtrain.records import SubGoal, Task, Turn, UserError
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.text import words
 

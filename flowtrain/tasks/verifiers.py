@@ -1,7 +1,7 @@
 """The tasks of an environment of the package `verifiers`, the format of the Environments Hub.
 
 A task carries its environment's config and its own row in its columns, so that any process can play
-it (`agents/gateway/verifiers.py`).
+it (`agents/gateway/hub.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
-from flowtrain.types import Task, UserError
+from flowtrain.records import Task, UserError
 from flowtrain.utils.errors import foreign, user_error
 
 COLUMN = "verifiers"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from flowtrain.types import ToolResult
+from flowtrain.records import ToolResult
 from flowtrain.utils.text import encodable, printable
 
 _KINDS: Mapping[object, type] = {

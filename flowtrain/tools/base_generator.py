@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flowtrain.engines.chat import ChatEngine
-from flowtrain.engines.protocol import EngineError
+from flowtrain.inference.chat import ChatEngine
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import UserError
 from flowtrain.tools.base import Tool, ToolCard, ToolError
 from flowtrain.tools.registry import ToolContext
-from flowtrain.types import UserError
 
 
 async def ask_model(chat: ChatEngine, prompt: str, timeout_s: float) -> str:

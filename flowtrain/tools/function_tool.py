@@ -20,9 +20,9 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from flowtrain.records import ToolResult, UserError
 from flowtrain.tools.base import Tool, ToolCard
 from flowtrain.tools.blocking import BlockingPool
-from flowtrain.types import ToolResult, UserError
 from flowtrain.utils.errors import foreign
 
 _NUM_THREADS = 16

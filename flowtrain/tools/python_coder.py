@@ -6,13 +6,13 @@ import re
 import textwrap
 from dataclasses import dataclass
 
-from flowtrain.engines.chat import ChatEngine
+from flowtrain.inference.chat import ChatEngine
+from flowtrain.records import ToolResult
 from flowtrain.tools.base import Parameter, Tool, ToolCard, ToolError, schema_of
 from flowtrain.tools.base_generator import ask_model
 from flowtrain.tools.registry import ToolContext
 from flowtrain.tools.sandbox import make_sandbox
 from flowtrain.tools.sandbox.host import ProcessSandbox
-from flowtrain.types import ToolResult
 
 FENCE = re.compile(
     r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*"

@@ -15,11 +15,11 @@ from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any
 
 from flowtrain.config import Config
-from flowtrain.engines.chat import ChatEngine
-from flowtrain.engines.chat_engines import TOOL
+from flowtrain.inference.chat import ChatEngine
+from flowtrain.inference.chat_engines import TOOL
+from flowtrain.records import UserError
 from flowtrain.tools.base import Tool
 from flowtrain.tools.function_tool import FunctionTool
-from flowtrain.types import UserError
 from flowtrain.utils import plugins
 from flowtrain.utils.errors import foreign, user_error
 from flowtrain.utils.plugins import OBJECT

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flowtrain.records import UserError
 from flowtrain.tools.base import Tool, ToolCard, ToolError
 from flowtrain.tools.registry import ToolContext
 from flowtrain.tools.retrieval.bm25 import Bm25
 from flowtrain.tools.retrieval.corpus import open_search
 from flowtrain.tools.retrieval.passages import Searchable
 from flowtrain.tools.retrieval.text import check_query, fit
-from flowtrain.types import UserError
 
 
 class Search(Tool):

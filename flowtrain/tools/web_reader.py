@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flowtrain.engines.chat import ChatEngine
-from flowtrain.engines.protocol import EngineError
+from flowtrain.inference.chat import ChatEngine
+from flowtrain.inference.protocol import EngineError
 from flowtrain.tools.base import Parameter, ToolCard, schema_of
 from flowtrain.tools.blocking import BlockingPool
 from flowtrain.tools.registry import ToolContext

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flowtrain.engines.chat import ChatEngine
-from flowtrain.engines.protocol import EngineError
+from flowtrain.inference.chat import ChatEngine
+from flowtrain.inference.protocol import EngineError
 from flowtrain.tools.base import Tool, ToolCard, ToolError
 from flowtrain.tools.registry import ToolContext
 from flowtrain.tools.retrieval.passages import Passage, Source

@@ -12,15 +12,15 @@ from typing import Any
 
 from flowtrain import __version__
 from flowtrain.config.search import Wikipedia
-from flowtrain.engines.chat import ChatEngine
-from flowtrain.engines.protocol import EngineError
+from flowtrain.inference.chat import ChatEngine
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import UserError
 from flowtrain.tools.base import Tool, ToolCard, ToolError
 from flowtrain.tools.registry import ToolContext
 from flowtrain.tools.retrieval.passages import Passage, Source
 from flowtrain.tools.retrieval.text import check_query, cut, fit
 from flowtrain.tools.web.api import Api, Request
 from flowtrain.tools.web.cache import cached
-from flowtrain.types import UserError
 from flowtrain.utils.text import encodable
 
 MAX_RELEVANT = 3

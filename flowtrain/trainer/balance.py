@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 
-from flowtrain.training.tree import PackedRow
-from flowtrain.training.world import World
-from flowtrain.types import SampleId
+from flowtrain.records import SampleId
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.packing import PackedRow
 
 
 def balance(

@@ -34,12 +34,12 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain.training import lora
-from flowtrain.training import model as models
-from flowtrain.training.model import ModelFiles
-from flowtrain.training.optimizers import Part, ShardOptimizer, part_of
-from flowtrain.training.world import World
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.model import lora
+from flowtrain.trainer.model.loading import ModelFiles
+from flowtrain.trainer.optimizers import Part, ShardOptimizer, part_of
 from flowtrain.utils.files import make_folder, put_folder, remove, share, sync_tree
 from flowtrain.weights.format.checksums import check, checksum_of, record
 from flowtrain.weights.format.files import writing_tensors

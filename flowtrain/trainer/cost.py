@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from flowtrain.training.attention import windows_of
-from flowtrain.training.delta_net import find_layers
-from flowtrain.training.experts import shares_of
-from flowtrain.training.tree import PackedRow
+from flowtrain.trainer.attention.registration import windows_of
+from flowtrain.trainer.model.delta_net import find_layers
+from flowtrain.trainer.model.experts import shares_of
+from flowtrain.trainer.packing import PackedRow
 
 
 @dataclass(frozen=True, slots=True)

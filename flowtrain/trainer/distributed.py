@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from flowtrain.types import Unmet, UserError
+from flowtrain.records import Unmet, UserError
 from flowtrain.utils.errors import foreign
 
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")

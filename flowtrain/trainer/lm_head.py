@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from flowtrain.training import attention, delta_net
-from flowtrain.training.flex import padded
-from flowtrain.training.tree import PackedRow
+from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.attention.flex import padded
+from flowtrain.trainer.model import delta_net
+from flowtrain.trainer.packing import PackedRow
 
 HeadFn = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(hidden states [T, D], weight [V, D], bias [V] or None) -> anything; it comes back in the place

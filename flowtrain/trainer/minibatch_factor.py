@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from flowtrain.training.tree import PackedRow
-from flowtrain.training.world import World
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.packing import PackedRow
 
 FactorFn = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(log-ratio to the old policy [T], advantage [T], weight [T], bounds of sequences [S + 1]) ->

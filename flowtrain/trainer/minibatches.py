@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 
 from flowtrain.config import Train
-from flowtrain.training.world import World
-from flowtrain.types import SampleId, TrainBatch
+from flowtrain.records import SampleId, TrainBatch
+from flowtrain.trainer.distributed import World
 
 
 def split(batch: TrainBatch, train: Train, world: World) -> TrainBatch:

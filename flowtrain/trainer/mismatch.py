@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flowtrain.training.tree import PackedRow
+from flowtrain.trainer.packing import PackedRow
 
 BUCKETS = {"below_1e-5": 0.0} | {
     name: float(name) for name in ("1e-5", "1e-4", "1e-3", "1e-2", "1e-1", "1", "10")

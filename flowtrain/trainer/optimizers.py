@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flowtrain.training.world import World
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.trainer.distributed import World
 from flowtrain.utils.seeds import derive_seed
 
 Part = tuple[Tensor, torch.Size | None]

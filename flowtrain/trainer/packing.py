@@ -21,7 +21,7 @@ import torch
 from flowkernels import SamplingMask
 from torch import Tensor
 
-from flowtrain.types import Sample, SampleId
+from flowtrain.records import Sample, SampleId
 from flowtrain.utils.prefixes import num_shared as _num_shared
 
 Inputs = tuple[int, ...]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from flowtrain.training.token_scores import Scored
-from flowtrain.training.tree import PackedRow
-from flowtrain.types import Group, SampleId, TrainBatch
+from flowtrain.records import Group, SampleId, TrainBatch
+from flowtrain.trainer.packing import PackedRow
+from flowtrain.trainer.token_scores import Scored
 
 
 class Rollouts(NamedTuple):

@@ -22,9 +22,9 @@ from flowkernels import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from flowtrain.training.experts import replaying
-from flowtrain.training.lm_head import forward, fused_head, run_head
-from flowtrain.training.tree import PackedRow
+from flowtrain.trainer.lm_head import forward, fused_head, run_head
+from flowtrain.trainer.model.experts import replaying
+from flowtrain.trainer.packing import PackedRow
 
 
 def forward_rows(model: PreTrainedModel, row: PackedRow) -> Tensor:

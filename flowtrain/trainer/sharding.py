@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from flowtrain.training import attention, delta_net, experts, lm_head
-from flowtrain.training.fused_layers import fuse_layers
-from flowtrain.training.world import World
+from flowtrain.trainer import lm_head
+from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import delta_net, experts
+from flowtrain.trainer.model.fused_layers import fuse_layers
 
 _SMALL = 50_000_000
 """Parameters up to which a model is gathered at once: collectives of single layers would cost more

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from flowtrain.training.experts import RouteMetrics
-from flowtrain.training.mismatch import NUM_SUMS, mismatch_metrics, mismatch_sums
-from flowtrain.training.tree import PackedRow
-from flowtrain.training.world import World
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.mismatch import NUM_SUMS, mismatch_metrics, mismatch_sums
+from flowtrain.trainer.model.experts import RouteMetrics
+from flowtrain.trainer.packing import PackedRow
 
 
 class StepMetrics:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from flowtrain.types import Sample, SampleId
+from flowtrain.records import Sample, SampleId
 
 Scored = tuple[tuple[float, ...], tuple[float, ...]]
 """Log-probs of a sample under the policy and under the reference, as `Sample` has them; () where

@@ -27,17 +27,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from flowtrain.training.cost import ForwardCost
-from flowtrain.training.experts import RouteMetrics, replaying, routers
-from flowtrain.training.lora import adapter_off
-from flowtrain.training.minibatch_factor import MinibatchFactor
-from flowtrain.training.optimizers import ShardOptimizer
-from flowtrain.training.row_loss import row_loss, score_row
-from flowtrain.training.sharding import is_sharded_by_layer
-from flowtrain.training.step_metrics import StepMetrics
-from flowtrain.training.tree import PackedRow, empty_row
-from flowtrain.training.world import World
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.trainer.cost import ForwardCost
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.minibatch_factor import MinibatchFactor
+from flowtrain.trainer.model.experts import RouteMetrics, replaying, routers
+from flowtrain.trainer.model.lora import adapter_off
+from flowtrain.trainer.optimizers import ShardOptimizer
+from flowtrain.trainer.packing import PackedRow, empty_row
+from flowtrain.trainer.row_loss import row_loss, score_row
+from flowtrain.trainer.sharding import is_sharded_by_layer
+from flowtrain.trainer.step_metrics import StepMetrics
 
 _log = logging.getLogger(__name__)
 

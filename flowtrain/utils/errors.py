@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils.text import printable
 
 _MAX_CHARS = 500

@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils.threads import LoopThread
 
 T = TypeVar("T")

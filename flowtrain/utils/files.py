@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 

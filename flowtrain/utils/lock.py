@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils.errors import on_failure
 from flowtrain.utils.files import make_folder, writing
 

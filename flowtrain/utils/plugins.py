@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils.errors import foreign, on_failure
 
 OBJECT = "FILE.py:NAME or PACKAGE.MODULE:NAME"

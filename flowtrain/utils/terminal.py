@@ -11,7 +11,7 @@ from typing import Any, TextIO, cast
 
 from tqdm import tqdm
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils.text import printable
 
 

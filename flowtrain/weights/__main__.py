@@ -14,9 +14,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from flowtrain.net.credentials import TokenFile
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils.commands import Commands, add_server, end_on_signals, number
+from flowtrain.utils.net.credentials import TokenFile
 from flowtrain.utils.terminal import protect_output, say
 from flowtrain.weights.format.manifest import NotThere, StoreError
 from flowtrain.weights.stores import serve

@@ -7,8 +7,8 @@ from typing import Any
 
 from make import Engine
 
-from flowtrain.engines.protocol import EngineError
-from flowtrain.types import Sampling
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import Sampling
 
 
 class CharTokenizer:

@@ -6,7 +6,7 @@ import functools
 
 from transformers import PreTrainedTokenizerFast
 
-from flowtrain import toy
+from flowtrain.trainer import toy
 
 _TOOLS = (
     "# Tools\\n\\nYou may call functions, described within <tools></tools>:\\n<tools>"

@@ -16,7 +16,7 @@ from flowtrain.agents.base import AgentContext
 from flowtrain.agents.gateway.agent import GatewayAgent
 from flowtrain.agents.policy import Policy
 from flowtrain.config import Config
-from flowtrain.types import Completion, FinishReason, Sampling, Task, Trajectory, VersionSpan
+from flowtrain.records import Completion, FinishReason, Sampling, Task, Trajectory, VersionSpan
 
 TASK = Task("t-1", "What is the area of Chad?", ("1284",), columns='{"level": 3}')
 SEARCH = {

@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowtrain.agents.talking.environment import EnvironmentTool
+from flowtrain.agents.chat.environment import EnvironmentTool
+from flowtrain.records import Task
 from flowtrain.tools import Parameter, Tool, ToolCard, ToolError, schema_of
-from flowtrain.types import Task
 
 EVENTS: list[str] = []
 """What has become of all shops, for tests."""

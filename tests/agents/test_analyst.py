@@ -9,8 +9,8 @@ import pytest
 from make import Chat
 
 from flowtrain.agents.agentflow.analyst import Analyst
-from flowtrain.engines.protocol import EngineError
-from flowtrain.types import Task
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import Task
 
 
 def leased() -> Task:

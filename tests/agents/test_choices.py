@@ -11,8 +11,8 @@ from chat_templates import styled
 from test_llm_flow import ROLES, llm_flow, role_of
 from test_single_turn import agent
 
-from flowtrain.types import Task
-from flowtrain.utils.loops import run_to_end
+from flowtrain.records import Task
+from flowtrain.utils.event_loop import run_to_end
 
 OPTIONS = ("Rome", "Oslo")
 LETTERED = "Which is the capital of Norway?\nA. Rome\nB. Oslo"

@@ -18,8 +18,7 @@ from flowtrain.agents.agentflow.planner import Plan
 from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.agents.collect import RolloutRequest, _collect, collect, collect_branches
 from flowtrain.agents.policy import ResponsePrefix
-from flowtrain.tools import ToolCard
-from flowtrain.types import (
+from flowtrain.records import (
     Action,
     BranchPoint,
     Call,
@@ -28,6 +27,7 @@ from flowtrain.types import (
     Trajectory,
     UserError,
 )
+from flowtrain.tools import ToolCard
 from tests import virtual_time
 
 

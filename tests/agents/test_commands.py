@@ -15,9 +15,9 @@ from make import Chat, Tool
 
 from flowtrain.agents.agentflow.commands import command_of, fitted, read_command, write_command
 from flowtrain.agents.agentflow.executor import Executor
+from flowtrain.records import Action
 from flowtrain.tools import ToolCard
 from flowtrain.tools.base import Parameter, schema_of
-from flowtrain.types import Action
 
 CARD = ToolCard("Python_Coder", "computes", aliases=("Python_Code_Generator_Tool",))
 TWO = ToolCard("Pages", "finds", schema_of(Parameter("query", "what"), Parameter("url", "where")))

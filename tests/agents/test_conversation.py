@@ -13,13 +13,13 @@ from chat_templates import QWEN3, R1, SMOLLM2, TEMPLATES, styled, tokenizer_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from flowtrain.agents.talking.conversation import (
+from flowtrain.agents.chat.conversation import (
     ChatTemplate,
     Conversation,
     Message,
     TemplateRewrites,
 )
-from flowtrain.training import model as models
+from flowtrain.trainer.model import loading as models
 
 SMOLLM2_FOLDER = Path(os.environ.get("FLOWTRAIN_SMOLLM2", "models/SmolLM2-135M-Instruct"))
 TOOLS = [

@@ -16,8 +16,8 @@ from flowtrain.agents.agentflow.memory import Memory
 from flowtrain.agents.agentflow.refiner import FullRefinerPrompt, ModelRefiner, Refiner
 from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.agents.agentflow.voices import ChatVoice
+from flowtrain.records import Action, Task, Trajectory
 from flowtrain.tools import ToolCard
-from flowtrain.types import Action, Task, Trajectory
 
 TASK = Task("t", "How large are Chad and Mali?", ("x",))
 GOALS = (

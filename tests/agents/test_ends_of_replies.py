@@ -11,15 +11,15 @@ from char_tokenizer import CharTokenizer
 from chat_templates import QWEN25, TEMPLATES, tokenizer_of
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from flowtrain import toy
 from flowtrain.agents.policy import Policy
 from flowtrain.config import Config
-from flowtrain.engines.protocol import NoEngine
-from flowtrain.engines.requests import stop_ids
-from flowtrain.engines.token_chat import message_end, reply_end
-from flowtrain.setup.components import load_trained_policy
+from flowtrain.inference.protocol import NoEngine
+from flowtrain.inference.requests import stop_ids
+from flowtrain.inference.token_chat import message_end, reply_end
 from flowtrain.tasks.sets import TaskSet
-from flowtrain.training.model import export, full_weights
+from flowtrain.trainer import toy
+from flowtrain.trainer.model.loading import export, full_weights
+from flowtrain.trainer.setup.components import load_trained_policy
 
 
 @pytest.fixture

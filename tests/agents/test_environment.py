@@ -16,16 +16,16 @@ from make import Engine
 
 from flowtrain.agents.agentflow.build import make_policy
 from flowtrain.agents.base import AgentContext
+from flowtrain.agents.chat.dialect import Dialect
+from flowtrain.agents.chat.tool_calling import ToolCallingAgent, definition, with_instructions
+from flowtrain.agents.chat.tool_formats import FORMATS, WrittenCall
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.registry import load_kind
-from flowtrain.agents.talking.dialect import Dialect
-from flowtrain.agents.talking.tool_calling import ToolCallingAgent, definition, with_instructions
-from flowtrain.agents.talking.tool_formats import FORMATS, WrittenCall
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
+from flowtrain.records import BranchPoint, BranchStart, Group, Task, Trajectory, UserError
 from flowtrain.rewards import score
 from flowtrain.tools import ToolCard
-from flowtrain.types import BranchPoint, BranchStart, Group, Task, Trajectory, UserError
 from flowtrain.utils.plugins import load_object
 
 EVENTS: list[str] = load_object(f"{Path(shop.__file__)}:EVENTS", "")[1]
@@ -163,7 +163,7 @@ def test_an_environment_may_reward_turns() -> None:
 
 
 def test_one_that_does_not_close_costs_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowtrain.agents.talking.environment._CLOSE_S", 0.01)
+    monkeypatch.setattr("flowtrain.agents.chat.environment._CLOSE_S", 0.01)
     done, _ = play(*GOOD, maker="Sticky")
     assert done.error == "" and done.reported == {"state": 0.9, "brevity": 0.1}
 

@@ -17,8 +17,7 @@ from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
 from flowtrain.agents.agentflow.planner import NO_TOOL, Plan
 from flowtrain.agents.agentflow.verifier import RuleVerifier, Verification
 from flowtrain.agents.policy import PromptTooLong, ResponsePrefix
-from flowtrain.tools import ToolCard
-from flowtrain.types import (
+from flowtrain.records import (
     Action,
     BranchPoint,
     BranchStart,
@@ -32,6 +31,7 @@ from flowtrain.types import (
     Verdict,
     VersionSpan,
 )
+from flowtrain.tools import ToolCard
 from tests import virtual_time
 
 TASK = Task("t", "What is the area of Chad?", ("1284",))

@@ -13,7 +13,7 @@ from gateway_runs import call_text, check_grown, check_used, function_agent, rol
 from openai.types.chat import ChatCompletion
 
 from flowtrain.agents.gateway import server
-from flowtrain.types import Verdict
+from flowtrain.records import Verdict
 
 CHAT = """
 import json

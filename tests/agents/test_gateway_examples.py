@@ -12,7 +12,7 @@ import pytest
 from gateway_runs import call_text, calls_of, logging_engine, make_agent, roll_out
 
 from examples.gateway import shell_demonstrations, tools
-from flowtrain.metrics.rollouts import RolloutStats, count_rollouts
+from flowtrain.logging.rollouts import RolloutStats, count_rollouts
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "gateway"
 PROGRAMS = {

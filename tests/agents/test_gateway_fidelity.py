@@ -15,13 +15,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flowtrain.agents.base import AgentContext
+from flowtrain.agents.chat.conversation import ChatTemplate
+from flowtrain.agents.chat.dialect import Dialect
+from flowtrain.agents.chat.tool_formats import FORMATS
 from flowtrain.agents.gateway.recorder import Recorder
 from flowtrain.agents.gateway.wires import chat as wire
 from flowtrain.agents.policy import Policy
 from flowtrain.agents.session import Session
-from flowtrain.agents.talking.conversation import ChatTemplate
-from flowtrain.agents.talking.dialect import Dialect
-from flowtrain.agents.talking.tool_formats import FORMATS
 from flowtrain.config import Config
 
 FORMAT_OF = {"qwen2.5": "hermes", "qwen3": "hermes", "llama3.1": "llama3", "mistral": "mistral"}

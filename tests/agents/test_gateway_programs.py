@@ -17,7 +17,7 @@ import pytest
 from gateway_runs import TASK, function_agent, logging_engine, make_agent, roll_out
 
 from flowtrain.agents.gateway.programs import task_record
-from flowtrain.types import Task, Trajectory, UserError
+from flowtrain.records import Task, Trajectory, UserError
 
 ASK = """
 import json, os, sys, urllib.request

@@ -23,8 +23,8 @@ from flowtrain.agents.gateway.agent import GatewayAgent
 from flowtrain.agents.gateway.plain import Refusal
 from flowtrain.agents.gateway.rollout import Outcome, Rollout
 from flowtrain.agents.gateway.wires import chat
-from flowtrain.engines.protocol import EngineError
-from flowtrain.types import Trajectory, UserError
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import Trajectory, UserError
 
 HI = {"model": "policy", "messages": [{"role": "user", "content": "Hi"}]}
 

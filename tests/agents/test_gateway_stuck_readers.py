@@ -17,7 +17,7 @@ from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.gateway import agent as agent_module
 from flowtrain.agents.gateway.agent import GatewayAgent
 from flowtrain.agents.gateway.rollout import Outcome, Rollout
-from flowtrain.types import Trajectory
+from flowtrain.records import Trajectory
 
 HI = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {

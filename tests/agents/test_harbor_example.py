@@ -15,7 +15,7 @@ from gateway_runs import TASK, calls_of, logging_engine, make_agent, roll_out
 
 from examples.harbor import reward
 from flowtrain.config import Config
-from flowtrain.types import Trajectory
+from flowtrain.records import Trajectory
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "harbor"
 TRIAL = str(EXAMPLE / "trial.py")

@@ -13,8 +13,8 @@ from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
 from flowtrain.agents.agentflow.refiner import FullRefinerPrompt, ModelRefiner, Refiner, RuleRefiner
 from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.agents.policy import Moment
+from flowtrain.records import Action, SubGoal, Task, ToolResult, Turn
 from flowtrain.tasks.sub_goals import Hints
-from flowtrain.types import Action, SubGoal, Task, ToolResult, Turn
 
 GOALS = (
     SubGoal(("Chad",), 0.6, "country with capital N'Djamena"),

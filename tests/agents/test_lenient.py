@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flowtrain.agents.agentflow.lenient import canonical, find_answer, tool_of
 from flowtrain.agents.agentflow.planner import NO_TOOL, parse_action, read_action
 from flowtrain.agents.agentflow.verdicts import read_verdict
-from flowtrain.types import Action
+from flowtrain.records import Action
 
 TOOLS = ("Search", "Python_Coder", "Base_Generator", "Web_Search")
 NAMES = {canonical(name): name for name in TOOLS} | {

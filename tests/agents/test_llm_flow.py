@@ -27,12 +27,12 @@ from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
 from flowtrain.agents.agentflow.prompts import FullPrompt
 from flowtrain.agents.collect import collect
 from flowtrain.agents.policy import Moment, Policy
-from flowtrain.engines import endpoint
-from flowtrain.engines.endpoint import Endpoint
+from flowtrain.inference import endpoint
+from flowtrain.inference.endpoint import Endpoint
+from flowtrain.records import Action, Group, Sample, Task, Trajectory, Turn, UserError, Verdict
 from flowtrain.rewards import score
 from flowtrain.tools import Parameter, ToolCard, schema_of
-from flowtrain.types import Action, Group, Sample, Task, Trajectory, Turn, UserError, Verdict
-from flowtrain.utils.loops import run_to_end
+from flowtrain.utils.event_loop import run_to_end
 
 SECRET = re.compile(r"SECRET-\d+-END")
 ROLES = {

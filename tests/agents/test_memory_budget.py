@@ -21,9 +21,9 @@ from flowtrain.agents.agentflow.planner import ModelPlanner
 from flowtrain.agents.agentflow.prompts import CompactPrompt, FullPrompt, PlannerPrompt
 from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.agents.policy import Moment, Policy
+from flowtrain.records import Task
 from flowtrain.tools import ToolCard
-from flowtrain.toy import new_tokenizer
-from flowtrain.types import Task
+from flowtrain.trainer.toy import new_tokenizer
 
 TOKENIZER = new_tokenizer(
     ["The area of Chad is 1284 square kilometres. Search | area of Chad"], 400

@@ -17,9 +17,9 @@ from flowtrain.agents.agentflow.planner import ModelPlanner, parse_action
 from flowtrain.agents.agentflow.prompts import CompactPrompt, FullPrompt
 from flowtrain.agents.agentflow.verifier import RuleVerifier, facts_enough, gameof24_enough
 from flowtrain.agents.policy import Moment, Policy
+from flowtrain.records import FinishReason, PlanStep, Task, UserError, Verdict
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.tools.registry import make_tools
-from flowtrain.types import FinishReason, PlanStep, Task, UserError, Verdict
 
 
 def memory(*entries: tuple[str, str] | tuple[str, str, str]) -> Memory:

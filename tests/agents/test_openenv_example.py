@@ -14,11 +14,10 @@ import pytest
 
 from flowtrain.agents.agentflow.build import make_policy
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.talking.tool_calling import ToolCallingAgent
-from flowtrain.agents.talking.tool_formats import FORMATS, WrittenCall
+from flowtrain.agents.chat.tool_calling import ToolCallingAgent
+from flowtrain.agents.chat.tool_formats import FORMATS, WrittenCall
 from flowtrain.config import Config
-from flowtrain.rewards import score
-from flowtrain.types import (
+from flowtrain.records import (
     Completion,
     FinishReason,
     Group,
@@ -27,6 +26,7 @@ from flowtrain.types import (
     Trajectory,
     VersionSpan,
 )
+from flowtrain.rewards import score
 
 pytest.importorskip("openenv.core")
 

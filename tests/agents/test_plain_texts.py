@@ -14,12 +14,12 @@ from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
 from flowtrain.agents.agentflow.prompts import CompactPrompt, FullPrompt
 from flowtrain.agents.agentflow.refiner import CompactRefinerPrompt, FullRefinerPrompt
 from flowtrain.agents.agentflow.verdicts import CompactVerdictPrompt, FullVerdictPrompt
+from flowtrain.agents.chat.single_turn import QuestionPrompt
 from flowtrain.agents.policy import Moment, Policy, Prompt
-from flowtrain.agents.talking.single_turn import QuestionPrompt
 from flowtrain.config import Chat
-from flowtrain.engines.token_chat import TokenChat
+from flowtrain.inference.token_chat import TokenChat
+from flowtrain.records import Task
 from flowtrain.rewards.judge import judge_prompt
-from flowtrain.types import Task
 
 TOKENIZER = styled("qwen2.5")
 BREAK = "<|im_end|>\n<|im_start|>assistant\nConclusion: STOP"

@@ -20,9 +20,9 @@ from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
 from flowtrain.agents.agentflow.planner import NO_TOOL, ModelPlanner, match_tool, parse_action
 from flowtrain.agents.agentflow.prompts import CompactPrompt, FullPrompt, PlannerPrompt
 from flowtrain.agents.policy import Moment, Policy, PromptTooLong
+from flowtrain.records import Action, PlanStep, Sampling, Task, VersionSpan
 from flowtrain.tools.base_generator import GuessGenerator
 from flowtrain.tools.search import Search
-from flowtrain.types import Action, PlanStep, Sampling, Task, VersionSpan
 
 TOOLS = ("Search", "Python_Coder", "Base_Generator")
 FOUR_FIELDS = (

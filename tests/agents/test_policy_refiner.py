@@ -20,9 +20,8 @@ from flowtrain.agents.agentflow.refiner import Evidence, FullRefinerPrompt, Mode
 from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.agents.policy import Moment
-from flowtrain.engines.protocol import EngineError
-from flowtrain.tools import ToolCard
-from flowtrain.types import (
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import (
     Action,
     Call,
     FilterReason,
@@ -33,6 +32,7 @@ from flowtrain.types import (
     UserError,
     VersionSpan,
 )
+from flowtrain.tools import ToolCard
 
 OWN = toy({"roles": {"refiner": "own"}, "policies": {"refiner": {"max_new_tokens": 40}}})
 KNOWN = Memory((MemoryEntry("Search", "area of Chad", "c", "The area of Chad is 1284."),))

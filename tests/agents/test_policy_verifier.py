@@ -27,8 +27,8 @@ from flowtrain.agents.agentflow.verdicts import (
 from flowtrain.agents.agentflow.verifier import ModelVerifier, Verification
 from flowtrain.agents.policy import Moment, PromptTooLong
 from flowtrain.config import Config
-from flowtrain.engines.protocol import EngineError
-from flowtrain.types import (
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import (
     Action,
     FinishReason,
     PlanStep,

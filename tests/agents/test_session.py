@@ -24,11 +24,8 @@ from flowtrain.agents.registry import load_kind
 from flowtrain.agents.session import RolloutEnded, Session, SessionAgent
 from flowtrain.algorithms.registry import load_algorithm
 from flowtrain.config import Config, Reward
-from flowtrain.engines.protocol import EngineError
-from flowtrain.rewards import score
-from flowtrain.tools import ToolCard
-from flowtrain.tools.base import Parameter, schema_of
-from flowtrain.types import (
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import (
     BranchPoint,
     BranchStart,
     Completion,
@@ -42,6 +39,9 @@ from flowtrain.types import (
     Verdict,
     VersionSpan,
 )
+from flowtrain.rewards import score
+from flowtrain.tools import ToolCard
+from flowtrain.tools.base import Parameter, schema_of
 from tests.packages import lay_out
 
 TASK = Task("t-1", "What is 2 + 3?", ("5",))

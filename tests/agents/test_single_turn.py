@@ -15,14 +15,13 @@ from toy_options import toy
 
 from flowtrain.agents.agentflow.build import make_policy
 from flowtrain.agents.base import AgentContext
+from flowtrain.agents.chat.single_turn import QuestionPrompt, SingleTurn
 from flowtrain.agents.collect import collect
 from flowtrain.agents.deadlines import Cutoff
 from flowtrain.agents.policy import Moment
-from flowtrain.agents.talking.single_turn import QuestionPrompt, SingleTurn
 from flowtrain.config import Config
-from flowtrain.engines.protocol import NoEngine
-from flowtrain.rewards import score
-from flowtrain.types import (
+from flowtrain.inference.protocol import NoEngine
+from flowtrain.records import (
     BranchPoint,
     BranchStart,
     FinishReason,
@@ -32,6 +31,7 @@ from flowtrain.types import (
     Verdict,
     VersionSpan,
 )
+from flowtrain.rewards import score
 
 TASK = Task("t-1", "What is 2 + 3?", ("5",))
 

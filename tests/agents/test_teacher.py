@@ -23,9 +23,9 @@ from flowtrain.agents.agentflow.teacher import TeacherVoice, is_readable, taught
 from flowtrain.agents.base import Agent, AgentContext
 from flowtrain.agents.policy import Moment, Policy
 from flowtrain.agents.registry import load_kind
-from flowtrain.engines.protocol import EngineError, NoEngine
+from flowtrain.inference.protocol import EngineError, NoEngine
+from flowtrain.records import Call, Task, Turn, UserError, Verdict
 from flowtrain.tools.base import Parameter, ToolCard, schema_of
-from flowtrain.types import Call, Task, Turn, UserError, Verdict
 
 TASK = Task("t-1", "What is the area of Chad?", ("1284",))
 EXACT = "Justification: j\nContext: c\nSub-Goal: area of Chad\nTool Name: Search"

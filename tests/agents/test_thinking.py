@@ -12,13 +12,13 @@ from char_tokenizer import says
 from chat_templates import styled
 from test_single_turn import agent
 
-from flowtrain.agents.talking.conversation import ChatTemplate
+from flowtrain.agents.chat.conversation import ChatTemplate
 from flowtrain.config.options import parse
-from flowtrain.engines.token_chat import chat_text, pass_to_template
+from flowtrain.inference.token_chat import chat_text, pass_to_template
+from flowtrain.records import Group, Task
 from flowtrain.rewards import score
-from flowtrain.setup.components import RunComponents
-from flowtrain.training.world import World
-from flowtrain.types import Group, Task
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.setup.components import RunComponents
 from flowtrain.utils.text import final_answer
 
 TASK = Task("t-1", "What is 2 + 3?", ("5",), scorer="math")

@@ -15,13 +15,11 @@ from transformers import PreTrainedTokenizerFast
 from flowtrain.agents.agentflow.build import make_policy
 from flowtrain.agents.agentflow.prompts import CHAT_TEMPLATE
 from flowtrain.agents.base import AgentContext
+from flowtrain.agents.chat.tool_calling import ToolCallingAgent
+from flowtrain.agents.chat.tool_formats import FORMATS, WrittenCall
 from flowtrain.agents.registry import load_kind
-from flowtrain.agents.talking.tool_calling import ToolCallingAgent
-from flowtrain.agents.talking.tool_formats import FORMATS, WrittenCall
 from flowtrain.config import Config
-from flowtrain.tasks.sub_goals import Hints
-from flowtrain.tools.base import Parameter, ToolCard, ToolError, schema_of
-from flowtrain.types import (
+from flowtrain.records import (
     BranchPoint,
     BranchStart,
     FinishReason,
@@ -31,6 +29,8 @@ from flowtrain.types import (
     UserError,
     Verdict,
 )
+from flowtrain.tasks.sub_goals import Hints
+from flowtrain.tools.base import Parameter, ToolCard, ToolError, schema_of
 
 TASK = Task("t-1", "What is the area of Chad?", ("1284",))
 FOUND = "The area of Chad is 1284."

@@ -9,7 +9,7 @@ from chat_templates import LLAMA31, MISTRAL, QWEN3, QWEN25, SMOLLM2
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flowtrain.agents.talking.tool_formats import FORMATS, MAX_CALLS, WrittenCall, format_of
+from flowtrain.agents.chat.tool_formats import FORMATS, MAX_CALLS, WrittenCall, format_of
 
 ARGUMENTS = {"query": "area of Chad"}
 JSON = json.dumps(ARGUMENTS)

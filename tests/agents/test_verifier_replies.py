@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.agents.agentflow.verdicts import read_verdict
-from flowtrain.types import Verdict
+from flowtrain.records import Verdict
 
 REPLIES = [
     (found["reply"], found["read"])

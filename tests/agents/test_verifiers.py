@@ -15,9 +15,9 @@ import pytest
 
 from flowtrain.config import Config
 from flowtrain.config.options import parse
+from flowtrain.records import Group, Task, Trajectory, UserError
 from flowtrain.rewards import score
 from flowtrain.tasks.sets import MAIN_SPLIT, task_set
-from flowtrain.types import Group, Task, Trajectory, UserError
 
 pytest.importorskip("verifiers.v1")
 
@@ -25,7 +25,7 @@ from gateway_runs import calls_of, logging_engine, make_agent, roll_out
 
 ENVIRONMENT = {"taskset": {"id": "verifiers_sums"}, "agent": {"runtime": {"type": "subprocess"}}}
 EXAMPLE = Path(__file__).parents[2] / "examples" / "verifiers" / "train.toml"
-SOLVE = "flowtrain.agents.gateway.verifiers:solve"
+SOLVE = "flowtrain.agents.gateway.hub:solve"
 
 
 @pytest.fixture(autouse=True)

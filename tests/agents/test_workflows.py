@@ -21,7 +21,7 @@ from flowtrain.agents.chat import Chat
 from flowtrain.agents.session import Session, SessionAgent
 from flowtrain.algorithms.registry import load_algorithm
 from flowtrain.config import Config
-from flowtrain.types import (
+from flowtrain.records import (
     BranchPoint,
     BranchStart,
     Group,

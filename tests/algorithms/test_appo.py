@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config.options import parse
-from flowtrain.types import BranchPoint, Group, Trajectory
+from flowtrain.records import BranchPoint, Group, Trajectory
 
 
 def rollout(reward: float, *lengths: int, branch: tuple[int, int, int] | None = None) -> Trajectory:

@@ -27,12 +27,12 @@ from flowtrain.algorithms.branching import (
 )
 from flowtrain.config import Appo
 from flowtrain.config.options import parse
-from flowtrain.setup.learner import optim_spec
-from flowtrain.training import model as models
-from flowtrain.training.token_scores import attach_logprobs
-from flowtrain.training.trainer import Trainer
-from flowtrain.training.tree import pack
-from flowtrain.types import Group, SampleId, Turn
+from flowtrain.records import Group, SampleId, Turn
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.packing import pack
+from flowtrain.trainer.setup.learner import optim_spec
+from flowtrain.trainer.token_scores import attach_logprobs
+from flowtrain.trainer.trainer import Trainer
 
 NOT_BLANK = torch.zeros(300, dtype=torch.bool)
 

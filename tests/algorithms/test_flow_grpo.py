@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
-from flowtrain.types import Group, Sample, SamplingMask, Trajectory, Turn, UserError
+from flowtrain.records import Group, Sample, SamplingMask, Trajectory, Turn, UserError
 
 TRAJECTORIES = st.tuples(
     st.sampled_from([0.0, 0.25, 1.0]), st.lists(st.integers(1, 5), min_size=1, max_size=4)

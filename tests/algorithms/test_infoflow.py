@@ -12,8 +12,8 @@ from make import call, group, turn
 from flowtrain.agents.registry import load_kind
 from flowtrain.algorithms.registry import load_algorithm
 from flowtrain.config import Config
+from flowtrain.records import Trajectory, UserError
 from flowtrain.tasks.sub_goals import Hints
-from flowtrain.types import Trajectory, UserError
 
 TURN = turn(2)
 

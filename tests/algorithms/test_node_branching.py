@@ -19,17 +19,17 @@ from flowtrain.algorithms import load_algorithm
 from flowtrain.algorithms.base import NodeSampler
 from flowtrain.config import Chat, Config
 from flowtrain.config.options import parse
-from flowtrain.dataflow.contract import Refused
-from flowtrain.dataflow.ledger.group_checks import GroupLimits
-from flowtrain.engines.endpoint import Endpoint
-from flowtrain.engines.endpoint_scorer import EndpointScorer
-from flowtrain.engines.protocol import EngineError, Scorer
-from flowtrain.engines.torch_engine import TorchEngine
-from flowtrain.training import attention
-from flowtrain.training import model as models
-from flowtrain.training.row_loss import score_row
-from flowtrain.types import BranchPoint, Group, Sample, Sampling, UserError
-from flowtrain.utils.loops import run_to_end
+from flowtrain.inference.endpoint import Endpoint
+from flowtrain.inference.endpoint_scorer import EndpointScorer
+from flowtrain.inference.protocol import EngineError, Scorer
+from flowtrain.inference.torch_engine import TorchEngine
+from flowtrain.records import BranchPoint, Group, Sample, Sampling, UserError
+from flowtrain.rollouts.contract import Refused
+from flowtrain.rollouts.ledger.group_checks import GroupLimits
+from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.row_loss import score_row
+from flowtrain.utils.event_loop import run_to_end
 from flowtrain.weights import Publisher, WeightStore
 from tests.chat_servers import ChatServer, chat_server
 

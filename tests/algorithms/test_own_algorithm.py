@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from batches import random_samples
 from cli_runs import Server
+from tests.training.gradients import distance, gradient_of
 
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.config.options import parse
-from flowtrain.training.trainer import Trainer
-from flowtrain.training.tree import pack_rows
-from flowtrain.types import UserError
-from tests.training.gradients import distance, gradient_of
+from flowtrain.records import UserError
+from flowtrain.trainer.packing import pack_rows
+from flowtrain.trainer.trainer import Trainer
 
 pytest_plugins = ("cli_runs",)
 

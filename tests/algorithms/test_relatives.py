@@ -8,16 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.training.conftest import alone
 
 from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.algorithms.advantages import reward_of, whitened
 from flowtrain.algorithms.dynamic_sampling import joined, mixed_first
 from flowtrain.config import Config
-from flowtrain.training.records import Rollouts
-from flowtrain.training.world import World
-from flowtrain.types import FinishReason, Group, TrainBatch, Trajectory, UserError
+from flowtrain.records import FinishReason, Group, TrainBatch, Trajectory, UserError
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.records import Rollouts
 from tests.algorithms.test_flow_grpo import approx, with_lengths
-from tests.training.conftest import alone
 
 __all__ = ["alone"]
 

@@ -18,11 +18,7 @@ from make import call, rollout, turn
 from torch import Tensor
 
 from flowtrain.algorithms import filter_samples
-from flowtrain.training import model as models
-from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import pack_rows
-from flowtrain.training.world import World
-from flowtrain.types import (
+from flowtrain.records import (
     FilterReason,
     FinishReason,
     Group,
@@ -32,6 +28,10 @@ from flowtrain.types import (
     TrainBatch,
     Turn,
 )
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.packing import pack_rows
+from flowtrain.trainer.trainer import OptimSpec, Trainer
 
 VOCAB_SIZE = 280
 NONE_LEFT_OUT = dict.fromkeys(FilterReason, 0)

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain import toy
-from flowtrain.metrics import RunDir
-from flowtrain.metrics.jsonl import append_lines, cut_lines
-from flowtrain.training import checkpoint
-from flowtrain.training.optimizers import ShardOptimizer
-from flowtrain.training.world import World
+from flowtrain.logging import RunDir
+from flowtrain.logging.jsonl import append_lines, cut_lines
+from flowtrain.trainer import checkpoint, toy
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.optimizers import ShardOptimizer
 from flowtrain.utils.files import writing
 from flowtrain.weights import Publisher, WeightStore
 from flowtrain.weights.format.files import writing_tensors

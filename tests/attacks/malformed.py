@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from flowtrain.dataflow.codec import pack
-from flowtrain.dataflow.contract import Join, LeaseRequest, Progress, Release, Renewal
-from flowtrain.dataflow.wire import PREFIX
+from flowtrain.rollouts.codec import pack
+from flowtrain.rollouts.contract import Join, LeaseRequest, Progress, Release, Renewal
+from flowtrain.rollouts.wire import PREFIX
 
 _OURS = PREFIX.encode()
 READ_ONLY = (_OURS + b"status", b"/HEAD")

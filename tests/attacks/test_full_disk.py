@@ -61,8 +61,8 @@ def test_a_run_gets_over_a_full_disk_at_any_write(
 
 def _fill_up(root: Path, seed: int) -> dict[str, object]:
     """Let each write of a begun and of a new run fail; returns what went wrong."""
-    from flowtrain.training import checkpoint
-    from flowtrain.types import UserError
+    from flowtrain.records import UserError
+    from flowtrain.trainer import checkpoint
     from tests.attacks.durable_run import DurableRun, play, tiny
     from tests.attacks.test_power_cuts import Promised, problem_of
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.contract import Refused, Unavailable
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.contract import Refused, Unavailable
 from flowtrain.weights import RemoteStore, StoreError
 from flowtrain.weights.stores.http import HttpObjects
 from tests.attacks.hostile_answers import BODIES
@@ -47,7 +47,7 @@ def test_no_answer_breaks_a_client(
 ) -> None:
     monkeypatch.setattr("flowtrain.weights.stores.remote.MAX_MANIFEST", 1 << 20)
     monkeypatch.setattr("flowtrain.weights.stores.http.SLOWEST", 16 << 20)
-    monkeypatch.setattr("flowtrain.dataflow.client._MAX_BYTES", 1 << 20)
+    monkeypatch.setattr("flowtrain.rollouts.client._MAX_BYTES", 1 << 20)
     through = {}
     for name, pieces in BODIES.items():
         server.pieces = pieces

@@ -14,9 +14,10 @@ import httpx2
 import pytest
 
 from flowtrain.config import Chat
-from flowtrain.engines import endpoint
-from flowtrain.engines.endpoint import Endpoint
-from flowtrain.engines.protocol import EngineError
+from flowtrain.inference import endpoint
+from flowtrain.inference.endpoint import Endpoint
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import UserError
 from flowtrain.tools import ToolError
 from flowtrain.tools.retrieval.dense import Embedder
 from flowtrain.tools.web import api
@@ -25,8 +26,7 @@ from flowtrain.tools.web.api import Api, Request
 from flowtrain.tools.web.fetch import Fetcher
 from flowtrain.tools.web.providers import HITS, hits
 from flowtrain.tools.wikipedia_search import _wiki_pages
-from flowtrain.types import UserError
-from flowtrain.utils.loops import run_to_end
+from flowtrain.utils.event_loop import run_to_end
 from tests.attacks import raw_server as raw
 from tests.attacks.hostile_answers import BODIES, FIELDS, VALUES, composed
 from tests.attacks.raw_server import RawServer, whole

@@ -13,12 +13,12 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from tests.view.conftest import RunMaker, runs, tokenizer  # noqa: F401 - fixtures
 
-from flowtrain.view.page import build_page, render
+from flowtrain.logging.page.page import build_page, render
 from tests.attacks.composer import PIECES
 from tests.attacks.tally import Tally
 from tests.attacks.test_terminal import RAW, TEXTS
-from tests.view.conftest import RunMaker, runs, tokenizer  # noqa: F401 - fixtures
 
 SURFACE = "hostile rollouts in the viewer"
 MARKUP = (*PIECES["markup"], *TEXTS)
@@ -77,7 +77,7 @@ def test_any_data_is_data(campaign: Iterator[int], tally: Tally) -> None:
 @pytest.mark.skipif(shutil.which("node") is None, reason="no Node.js here: apt-get install nodejs")
 def test_what_is_not_seen_is_shown(tmp_path: Path, tally: Tally) -> None:
     """The page's own function, without a browser."""
-    script = (files("flowtrain.view") / "base.js").read_text(encoding="utf-8")
+    script = (files("flowtrain.logging.page") / "base.js").read_text(encoding="utf-8")
     lines = [
         line for line in script.splitlines() if re.match("const (UNSEEN|symbol|visible) ", line)
     ]

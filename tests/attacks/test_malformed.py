@@ -14,16 +14,16 @@ from random import Random
 import pytest
 import torch
 from http_servers import running
+from tests.dataflow.fake_groups import ledger as make_ledger
 
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.service import Service
-from flowtrain.net import protocol, serving
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.service import Service
+from flowtrain.utils.net import protocol, serving
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights.stores.remote import open_source
 from flowtrain.weights.stores.serve import make_app
 from tests.attacks.malformed import request
 from tests.attacks.tally import Tally
-from tests.dataflow.fake_groups import ledger as make_ledger
 
 TOKEN = "a-token-of-the-tests"
 NUM_REQUESTS = 120

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils.lock import Lock
 from flowtrain.weights import Publisher, WeightStore
 from tests.attacks.tally import Tally
@@ -25,7 +25,7 @@ NUM_RACES = 20
 RACER = """
 import sys
 from pathlib import Path
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils import lock as locks
 from flowtrain.utils.lock import Lock
 

@@ -15,21 +15,21 @@ import pytest
 import torch
 from batches import batch
 from flowkernels import LossSpec
+from tests.dataflow.fake_groups import TASKS, group, joined, lease, options, planner
 
 from flowtrain.algorithms import filter_samples
-from flowtrain.dataflow.codec import inflated, pack_group, unpack_group
-from flowtrain.dataflow.contract import BatchRequest, Push, Refused
-from flowtrain.dataflow.ledger import Ledger
-from flowtrain.dataflow.ledger.group_checks import GroupLimits
-from flowtrain.metrics.rollouts import RolloutStats, count_rollouts
+from flowtrain.logging.rollouts import RolloutStats, count_rollouts
+from flowtrain.records import FilterReason, Group, SamplingMask, Task, ToolCall, ToolResult
+from flowtrain.rollouts.codec import inflated, pack_group, unpack_group
+from flowtrain.rollouts.contract import BatchRequest, Push, Refused
+from flowtrain.rollouts.ledger import Ledger
+from flowtrain.rollouts.ledger.group_checks import GroupLimits
 from flowtrain.tasks.cursor import TaskCursor
-from flowtrain.training import model as models
-from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import pack
-from flowtrain.training.world import World
-from flowtrain.types import FilterReason, Group, SamplingMask, Task, ToolCall, ToolResult
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.packing import pack
+from flowtrain.trainer.trainer import OptimSpec, Trainer
 from tests.attacks.tally import Tally
-from tests.dataflow.fake_groups import TASKS, group, joined, lease, options, planner
 
 VOCAB_SIZE, MAX_POSITIONS = 280, 64
 """Those of the model at `tiny_path`."""
@@ -161,7 +161,7 @@ HOLES: dict[str, Callable[[Group], Group]] = {
 
 
 def _branch(whole: Group, parent: int, token: int = 0) -> Any:
-    from flowtrain.types import BranchPoint
+    from flowtrain.records import BranchPoint
 
     return BranchPoint(parent, 0, token, 0.0)
 

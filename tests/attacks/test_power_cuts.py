@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from flowtrain.metrics.jsonl import cut_lines, read_lines
-from flowtrain.training import checkpoint
-from flowtrain.types import UserError
+from flowtrain.logging.jsonl import cut_lines, read_lines
+from flowtrain.records import UserError
+from flowtrain.trainer import checkpoint
 from flowtrain.weights import WeightStore, pull
 from tests.attacks.durable_run import CONFIG, LINES_PER_STEP, MANIFEST, DurableRun, tiny, weights
 from tests.attacks.file_ops import (

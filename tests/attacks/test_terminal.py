@@ -20,16 +20,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.config.command import run_command
-from flowtrain.dataflow.__main__ import main as dataflow
 from flowtrain.evaluation.__main__ import main as evaluation
-from flowtrain.metrics.progress import ProgressLine
-from flowtrain.metrics.tables import aligned
-from flowtrain.node.__main__ import main as node
-from flowtrain.node.progress import NodeProgress
-from flowtrain.types import UserError
+from flowtrain.logging.page.__main__ import main as viewer
+from flowtrain.logging.progress import ProgressLine
+from flowtrain.logging.tables import aligned
+from flowtrain.records import UserError
+from flowtrain.rollouts.__main__ import main as dataflow
+from flowtrain.rollouts.node.__main__ import main as node
+from flowtrain.rollouts.node.progress import NodeProgress
 from flowtrain.utils.terminal import Printable, protect_output
 from flowtrain.utils.text import printable
-from flowtrain.view.__main__ import main as viewer
 from flowtrain.weights.__main__ import main as weights
 from tests.attacks.tally import Tally
 
@@ -156,7 +156,7 @@ def test_a_log_file_and_a_terminal_get_none_either(tmp_path: Path, tally: Tally)
     """A process of its own, into a file and into a terminal, where bars draw themselves."""
     program = (
         "import logging, sys, warnings\n"
-        "from flowtrain.metrics.progress import ProgressLine\n"
+        "from flowtrain.logging.progress import ProgressLine\n"
         "from flowtrain.utils.terminal import bar, protect_output\n"
         "protect_output(); protect_output()\n"
         "text = '\\x1b[2Jfoe\\x9b31m\\x07\\ud800\\r'\n"

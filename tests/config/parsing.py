@@ -7,7 +7,7 @@ import pytest
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.config.options import parse
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 
 
 def parsed(*argv: str) -> Config:

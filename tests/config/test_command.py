@@ -13,7 +13,7 @@ import pytest
 from flowtrain.config import Config
 from flowtrain.config import command as commands
 from flowtrain.config.command import Interrupt, run_command
-from flowtrain.types import Outage, UserError
+from flowtrain.records import Outage, UserError
 
 
 def command(monkeypatch: pytest.MonkeyPatch, argv: list[str], body: Callable[[Config], int]) -> int:

@@ -29,7 +29,7 @@ from flowtrain.config.options import (
     to_toml,
 )
 from flowtrain.config.synonyms import SYNONYMS, meant
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 REFUSALS = Path(__file__).parent / "refusals.toml"

@@ -11,8 +11,8 @@ from parsing import complaint, parsed
 from flowtrain.config import Config
 from flowtrain.config.command import run_command
 from flowtrain.config.options import parse_over
-from flowtrain.dataflow.__main__ import main as dataflow
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.rollouts.__main__ import main as dataflow
 
 Write = Callable[[str, str], str]
 

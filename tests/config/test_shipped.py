@@ -8,7 +8,7 @@ import pytest
 
 from flowtrain.config.options import parse
 from flowtrain.config.shipped import config_path, shipped_configs
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 

@@ -68,5 +68,5 @@ def _lines(text: str) -> list[str]:
 
 
 def _as_module(words: list[str]) -> str:
-    """The image's entry point is `flowtrain`: `flowtrain node` is `python -m flowtrain.node`."""
+    """The image's entry point is `flowtrain`: `flowtrain node` is `python -m flowtrain.rollouts.node`."""
     return f"python -m flowtrain.{words[0]} {shlex.join(words[1:])}"

@@ -32,8 +32,8 @@ from flowtrain import __version__
 from flowtrain.__main__ import COMMANDS
 from flowtrain.config.command import INTERRUPTED
 from flowtrain.config.options import parse
-from flowtrain.dataflow.__main__ import _parser as dataflow_parser
-from flowtrain.net.serving import TOKEN_VARIABLE
+from flowtrain.rollouts.__main__ import _parser as dataflow_parser
+from flowtrain.utils.net.serving import TOKEN_VARIABLE
 from flowtrain.weights.__main__ import _parser as weights_parser
 
 sys.path.append(str(ROOT / "tests" / "docs"))  # where commands of pages are checked

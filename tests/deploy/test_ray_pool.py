@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from ports import free_port
 
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.contract import Unavailable
-from flowtrain.dataflow.ledger import audit_database
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.contract import Unavailable
+from flowtrain.rollouts.ledger import audit_database
 
 ray = pytest.importorskip("ray", reason="make test-ray")
 TOKEN = "a-token-of-the-tests"

@@ -149,11 +149,11 @@ def run_in_order(commands: list[str], shell: Shell, server: Server) -> list[str]
         if command.startswith("export "):
             shell.export(command)
             kinds.append("token")
-        elif "flowtrain.dataflow serve" in command or "flowtrain.weights serve" in command:
+        elif "flowtrain.rollouts serve" in command or "flowtrain.weights serve" in command:
             kinds.append(name := command.split()[2])
             shell.start(name, command)
             shell.wait_for(name, "serving ")
-        elif "flowtrain.train" in command or "flowtrain.node" in command:
+        elif "flowtrain.train" in command or "flowtrain.rollouts.node" in command:
             kinds.append(re.findall(r"flowtrain\.(?:train|node)", command)[0])
             shell.fork(server, command)
     return kinds

@@ -212,7 +212,7 @@ def test_mistakes_would_be_found() -> None:
     assert problem("python -m flowtrain.trian")
     assert problem("python -m flowtrain.train --train.lrr 1")
     assert problem("python -m flowtrain.train --train.lr fast")
-    assert problem("python -m flowtrain.dataflow serve --databse a")
+    assert problem("python -m flowtrain.rollouts serve --databse a")
     assert problem("python -m bench.step --repeat 1")
     assert problem("make quickstrat")
     assert problem("python -m flowtrain.torchrun --nnode 2 -m flowtrain.train")

@@ -50,7 +50,7 @@ def test_links_and_named_files_exist(page: Path) -> None:
 
 def test_mistakes_would_be_found() -> None:
     page = ROOT / "docs" / "design.md"
-    text = "[a](no.md) [b](kernels.md#no) [c](#no) [d](../flowtrain) `run/session.py` `run/run.py`"
+    text = "[a](no.md) [b](kernels.md#no) [c](#no) [d](../flowtrain) `run/session.py` `trainer/run/run.py`"
     assert broken(page, text) == ["no.md", "kernels.md#no", "#no"]
     assert gone(page, text) == ["run/session.py"]
 

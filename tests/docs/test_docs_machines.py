@@ -58,7 +58,7 @@ def test_the_page_makes_a_run_in_its_order(tmp_path: Path, server: Server) -> No
         assert "4 planner.assigned" in said and "it all adds up" in said
     finally:
         shell.close()
-    assert kinds[:3] == ["token", "flowtrain.dataflow", "flowtrain.weights"] and len(kinds) == 6
+    assert kinds[:3] == ["token", "flowtrain.rollouts", "flowtrain.weights"] and len(kinds) == 6
     assert (tmp_path / "runs" / "planner" / "weights" / "HEAD").read_text().strip() == "2"
 
 
@@ -67,7 +67,7 @@ def test_tokens_of_their_own_are_issued_and_used_in_its_order(tmp_path: Path) ->
     (tmp_path / "run.toml").write_text(CONFIG)
     shell = Shell(tmp_path)
     options = {
-        "flowtrain.dataflow": "--config run.toml --database runs/flow.sqlite --port 0",
+        "flowtrain.rollouts": "--config run.toml --database runs/flow.sqlite --port 0",
         "flowtrain.weights": "runs/planner/weights --port 0",
     }
     issued = []

@@ -10,7 +10,7 @@ from cli_runs import Server
 from doc_pages import ROOT, blocks, joined
 from page_shell import Shell, write_file
 
-from flowtrain.dataflow.__main__ import _parser as dataflow_parser
+from flowtrain.rollouts.__main__ import _parser as dataflow_parser
 from flowtrain.weights.__main__ import _parser as weights_parser
 
 pytest_plugins = ("cli_runs",)
@@ -41,7 +41,9 @@ def test_the_agent_and_reward_of_the_page_train(tmp_path: Path, server: Server) 
     assert not (tmp_path / "runs").exists()
     train = dry_run.removesuffix(" --run.dry_run true")
     assert train != dry_run, "without the last option it trains"
-    assert "to look at it: python -m flowtrain.view runs/mine" in shell.run_or_fork(train, server)
+    assert "to look at it: python -m flowtrain.logging.page runs/mine" in shell.run_or_fork(
+        train, server
+    )
     _, *steps = map(json.loads, (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines())
     assert [step["turns_mean"] for step in steps] == [2.0, 2.0]
     assert all("reward/right" in step for step in steps)
@@ -62,7 +64,7 @@ def test_the_commands_for_several_machines_are_those_that_make_a_run() -> None:
         " --port 8400": "",
         " --port 8321": "",
         "runs/planner": "runs/mine",
-        "CUDA_VISIBLE_DEVICES=0 python -m flowtrain.node": "python -m flowtrain.node",
+        "CUDA_VISIBLE_DEVICES=0 python -m flowtrain.rollouts.node": "python -m flowtrain.rollouts.node",
     }.items():
         assert there in text
         text = text.replace(there, ours)

@@ -117,9 +117,9 @@ def test_every_option_has_its_place(site: Path, pages: dict[Path, Html]) -> None
     assert linked, "a name of an option in the text leads there"
 
 
-@pytest.mark.parametrize("package", ["flowkernels", "flowtrain.weights", "flowtrain.types"])
+@pytest.mark.parametrize("package", ["flowkernels", "flowtrain.weights", "flowtrain.records"])
 def test_every_public_name_has_its_place(package: str, site: Path, pages: dict[Path, Html]) -> None:
-    page = {"flowtrain.weights": "weights", "flowtrain.types": "records"}.get(package, package)
+    page = {"flowtrain.weights": "weights", "flowtrain.records": "records"}.get(package, package)
     anchors = pages[site / "reference" / f"{page}.html"].anchors
     named = {anchor.rpartition(".")[2] for anchor in anchors}
     assert [name for name in importlib.import_module(package).__all__ if name not in named] == []

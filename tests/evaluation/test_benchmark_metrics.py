@@ -9,8 +9,8 @@ import make
 import pytest
 
 from flowtrain.evaluation.metrics import count_passes, pass_at_k
-from flowtrain.metrics.sums import Tally
-from flowtrain.types import Task, Trajectory
+from flowtrain.logging.tally import Tally
+from flowtrain.records import Task, Trajectory
 
 
 def test_of_four_answers_one_right() -> None:

@@ -20,16 +20,16 @@ from flowtrain.agents.agentflow.planner import NO_TOOL
 from flowtrain.agents.agentflow.voices import Voice
 from flowtrain.agents.policy import Moment, Policy, Prompt
 from flowtrain.config import Config
-from flowtrain.dataflow.contract import EvalSettings
 from flowtrain.evaluation.evaluator import Evaluation, Evaluator, Part, roll_out
 from flowtrain.evaluation.metrics import load_benchmarks
-from flowtrain.metrics.rollouts import RolloutStats, count_rollouts
+from flowtrain.logging.rollouts import RolloutStats, count_rollouts
+from flowtrain.records import Action, BranchPoint, Call, Task, ToolResult, Trajectory, Turn
+from flowtrain.rollouts.contract import EvalSettings
 from flowtrain.tasks.sets import TaskSet, task_set
 from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
-from flowtrain.toy import new_tokenizer
-from flowtrain.training.world import World
-from flowtrain.types import Action, BranchPoint, Call, Task, ToolResult, Trajectory, Turn
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.toy import new_tokenizer
 
 WORLD = World(0, 1, torch.device("cpu"))
 TOOLS = ("Search", "Python_Coder", "Base_Generator")

@@ -19,10 +19,10 @@ from cli_runs import Server, read, timeless
 from starlette.responses import JSONResponse
 from toy_options import FLOW
 
+from flowtrain.records import Task
 from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.facts import facts_tasks
-from flowtrain.training.world import World
-from flowtrain.types import Task
+from flowtrain.trainer.distributed import World
 from flowtrain.utils.lock import Lock
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 

@@ -23,16 +23,16 @@ from flowtrain.agents.agentflow.prompts import FullPrompt
 from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.config import Judge as JudgeOptions
 from flowtrain.config.options import parse
-from flowtrain.engines.chat import Meter, Usage, metered
-from flowtrain.engines.protocol import EngineError
 from flowtrain.evaluation.benchmarks import _DECIDING, _NOT_DECIDING, EvaluationLog, questions
 from flowtrain.evaluation.rollout_log import Question, ask
 from flowtrain.evaluation.summary import Key
 from flowtrain.evaluation.system import System
-from flowtrain.metrics import ProgressLine
-from flowtrain.metrics.pins import check_same, pinned
+from flowtrain.inference.chat import Meter, Usage, metered
+from flowtrain.inference.protocol import EngineError
+from flowtrain.logging import ProgressLine
+from flowtrain.logging.fingerprints import check_same, pinned
+from flowtrain.records import Action, Task, ToolResult, Trajectory, UserError, Verdict
 from flowtrain.rewards import Judge, JudgeCache
-from flowtrain.types import Action, Task, ToolResult, Trajectory, UserError, Verdict
 
 TASKS = tuple(
     Task(f"aime24-{number}", f"{number} + 1?", (str(number + 1),), "aime24", 0, "math")

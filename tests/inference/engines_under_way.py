@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain import toy
-from flowtrain.engines.vllm.engine import VllmEngine
+from flowtrain.inference.vllm.engine import VllmEngine
+from flowtrain.trainer import toy
 
 T = TypeVar("T")
 TEXTS = ("What is the capital of Chad?", "Sub-Goal: capital of Chad")

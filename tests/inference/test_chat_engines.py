@@ -18,16 +18,16 @@ from flowtrain.agents.agentflow.build import make_flow
 from flowtrain.agents.collect import collect
 from flowtrain.agents.policy import Policy
 from flowtrain.config import Config
-from flowtrain.engines import chat_engines
-from flowtrain.engines.chat_engines import ChatEngines, make_chat_engines
-from flowtrain.engines.endpoint import Endpoint
-from flowtrain.engines.protocol import EngineError
-from flowtrain.engines.token_chat import TokenChat
-from flowtrain.engines.torch_engine import TorchEngine
+from flowtrain.inference import chat_engines
+from flowtrain.inference.chat_engines import ChatEngines, make_chat_engines
+from flowtrain.inference.endpoint import Endpoint
+from flowtrain.inference.protocol import EngineError
+from flowtrain.inference.token_chat import TokenChat
+from flowtrain.inference.torch_engine import TorchEngine
+from flowtrain.records import Action, FinishReason, Task, UserError, Verdict
 from flowtrain.tools.base_generator import BaseGenerator
-from flowtrain.training import model as models
-from flowtrain.types import Action, FinishReason, Task, UserError, Verdict
-from flowtrain.utils.loops import run_to_end
+from flowtrain.trainer.model import loading as models
+from flowtrain.utils.event_loop import run_to_end
 
 CPU = torch.device("cpu")
 TEXTS = ("You write the final answer. Steps so far, question, tools: the area of Chad",)

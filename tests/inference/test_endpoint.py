@@ -15,11 +15,11 @@ from chat_servers import ChatServer, Gate, chat_server, http, raw_server, reply
 from starlette.responses import JSONResponse, Response
 
 from flowtrain.config import Chat
-from flowtrain.engines import endpoint as module
-from flowtrain.engines.endpoint import Endpoint
-from flowtrain.engines.protocol import EngineError
-from flowtrain.types import UserError
-from flowtrain.utils.loops import run_to_end
+from flowtrain.inference import endpoint as module
+from flowtrain.inference.endpoint import Endpoint
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import UserError
+from flowtrain.utils.event_loop import run_to_end
 
 OK = http(json.dumps(reply("fine")).encode())
 

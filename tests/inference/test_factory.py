@@ -17,16 +17,16 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from bench.families import SHAPE
 from flowtrain.config import Chat, Lora, Vllm
-from flowtrain.engines import factory
-from flowtrain.engines.factory import ModelSpec, make_engine
-from flowtrain.engines.protocol import NoEngine
-from flowtrain.engines.vllm.process import VllmModel, engine_args, gpu_environment
-from flowtrain.setup.components import RunComponents
-from flowtrain.training import model as models
-from flowtrain.training.lora import WEIGHTS, adapter_weights, add_adapter
-from flowtrain.training.model import named_weights
-from flowtrain.training.world import World
-from flowtrain.types import Sampling, UserError
+from flowtrain.inference import factory
+from flowtrain.inference.factory import ModelSpec, make_engine
+from flowtrain.inference.protocol import NoEngine
+from flowtrain.inference.vllm.process import VllmModel, engine_args, gpu_environment
+from flowtrain.records import Sampling, UserError
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.model.loading import named_weights
+from flowtrain.trainer.model.lora import WEIGHTS, adapter_weights, add_adapter
+from flowtrain.trainer.setup.components import RunComponents
 from flowtrain.weights import Publisher, WeightStore, open_source
 from flowtrain.weights.format.layout import TensorSpec
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from flowtrain.engines.requests import completion, hits_stop_string, kept_sets, stop_place
-from flowtrain.types import FinishReason, VersionSpan
+from flowtrain.inference.requests import completion, hits_stop_string, kept_sets, stop_place
+from flowtrain.records import FinishReason, VersionSpan
 
 
 class Letters:

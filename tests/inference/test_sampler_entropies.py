@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowtrain.engines.vllm.sampler_entropies import decode, record
-from flowtrain.types import UserError
+from flowtrain.inference.vllm.sampler_entropies import decode, record
+from flowtrain.records import UserError
 
 LOGITS_BV = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 3
 TEMPERATURE_B = torch.tensor([1.0, 0.7, 0.0, 2.0])

@@ -16,11 +16,11 @@ from engines_under_way import run
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain.engines.torch_engine import TorchEngine, _choose
-from flowtrain.training import model as models
-from flowtrain.training.row_loss import score_row
-from flowtrain.training.tree import pack_row
-from flowtrain.types import Completion, FinishReason, Sample, Sampling, UserError, VersionSpan
+from flowtrain.inference.torch_engine import TorchEngine, _choose
+from flowtrain.records import Completion, FinishReason, Sample, Sampling, UserError, VersionSpan
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.packing import pack_row
+from flowtrain.trainer.row_loss import score_row
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 
 Request = tuple[Sequence[int], Sampling]

@@ -13,11 +13,11 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from torch import Tensor
 
 from flowtrain.config import Lora, Vllm
-from flowtrain.engines.factory import ModelSpec
-from flowtrain.engines.requests import stop_ids
-from flowtrain.engines.vllm.engine import AdapterEngine
-from flowtrain.engines.vllm.process import VllmModel, cpu_environment
-from flowtrain.types import Completion, FinishReason, Sample, Sampling, VersionSpan
+from flowtrain.inference.factory import ModelSpec
+from flowtrain.inference.requests import stop_ids
+from flowtrain.inference.vllm.engine import AdapterEngine
+from flowtrain.inference.vllm.process import VllmModel, cpu_environment
+from flowtrain.records import Completion, FinishReason, Sample, Sampling, VersionSpan
 from flowtrain.weights import Publisher, StoreError, WeightStore
 
 pytestmark = pytest.mark.vllm

@@ -34,11 +34,11 @@ from flowtrain.agents.collect import collect
 from flowtrain.agents.policy import Policy, ResponsePrefix
 from flowtrain.agents.registry import load_kind
 from flowtrain.config import Vllm
-from flowtrain.engines.requests import stop_ids
-from flowtrain.engines.torch_engine import TorchEngine
-from flowtrain.engines.vllm import runner
-from flowtrain.engines.vllm.engine import VllmEngine
-from flowtrain.engines.vllm.process import (
+from flowtrain.inference.requests import stop_ids
+from flowtrain.inference.torch_engine import TorchEngine
+from flowtrain.inference.vllm import runner
+from flowtrain.inference.vllm.engine import VllmEngine
+from flowtrain.inference.vllm.process import (
     VllmModel,
     check_version,
     cpu_environment,
@@ -47,13 +47,7 @@ from flowtrain.engines.vllm.process import (
     explain,
     without_main,
 )
-from flowtrain.tools.search import Search
-from flowtrain.training import attention, lm_head
-from flowtrain.training import model as models
-from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import pack_rows
-from flowtrain.training.world import World
-from flowtrain.types import (
+from flowtrain.records import (
     Call,
     Completion,
     FinishReason,
@@ -65,6 +59,13 @@ from flowtrain.types import (
     Verdict,
     VersionSpan,
 )
+from flowtrain.tools.search import Search
+from flowtrain.trainer import lm_head
+from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.packing import pack_rows
+from flowtrain.trainer.trainer import OptimSpec, Trainer
 from flowtrain.weights import Publisher, PublishOptions, StoreError, WeightStore
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_agent.py"
@@ -548,7 +549,7 @@ def test_missing_vllm_is_reported_with_its_cure(
     monkeypatch: pytest.MonkeyPatch, tiny_path: str
 ) -> None:
     monkeypatch.setattr(
-        "flowtrain.engines.vllm.process.importlib.util.find_spec", lambda name: None
+        "flowtrain.inference.vllm.process.importlib.util.find_spec", lambda name: None
     )
     with pytest.raises(UserError, match=r"pip install 'flowtrain\[vllm\]'"):
         VllmEngine(

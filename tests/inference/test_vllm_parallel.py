@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flowtrain.config import Vllm
-from flowtrain.engines.vllm.engine import VllmEngine
-from flowtrain.engines.vllm.process import VllmModel, cpu_environment
-from flowtrain.training import model as models
-from flowtrain.types import Completion, Sampling, VersionSpan
+from flowtrain.inference.vllm.engine import VllmEngine
+from flowtrain.inference.vllm.process import VllmModel, cpu_environment
+from flowtrain.records import Completion, Sampling, VersionSpan
+from flowtrain.trainer.model import loading as models
 from flowtrain.weights import Publisher, StoreError, WeightStore
 from flowtrain.weights.format.layout import digest_hex
 

@@ -10,13 +10,13 @@ import torch
 from checkpoints import save
 from flowkernels import LossSpec
 
-from flowtrain import toy
 from flowtrain.config import Config
-from flowtrain.engines.factory import ModelSpec, make_engine
-from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import pack_rows
-from flowtrain.training.world import World
-from flowtrain.types import Sample, Sampling
+from flowtrain.inference.factory import ModelSpec, make_engine
+from flowtrain.records import Sample, Sampling
+from flowtrain.trainer import toy
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.packing import pack_rows
+from flowtrain.trainer.trainer import OptimSpec, Trainer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 PROMPT = tuple(range(30, 50))

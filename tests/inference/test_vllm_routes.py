@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from flowtrain.config import Vllm
-from flowtrain.engines.vllm.engine import VllmEngine
-from flowtrain.engines.vllm.process import VllmModel, cpu_environment, engine_args
-from flowtrain.engines.vllm.routes import routes_of
-from flowtrain.types import Completion, FinishReason, Routes, Sampling, UserError
+from flowtrain.inference.vllm.engine import VllmEngine
+from flowtrain.inference.vllm.process import VllmModel, cpu_environment, engine_args
+from flowtrain.inference.vllm.routes import routes_of
+from flowtrain.records import Completion, FinishReason, Routes, Sampling, UserError
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights.format.adapters import AdapterSpec
 from flowtrain.weights.format.layout import digest_hex

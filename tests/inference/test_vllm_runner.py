@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from flowtrain.config import Vllm
-from flowtrain.engines.protocol import EngineError
-from flowtrain.engines.vllm import engine as vllm_engine
-from flowtrain.engines.vllm import runner as vllm_runner
-from flowtrain.engines.vllm import updates as vllm_updates
-from flowtrain.engines.vllm.engine import AdapterEngine, VllmEngine
-from flowtrain.engines.vllm.process import VllmModel
-from flowtrain.types import Completion, FinishReason, Sampling, UserError, VersionSpan
+from flowtrain.inference.protocol import EngineError
+from flowtrain.inference.vllm import engine as vllm_engine
+from flowtrain.inference.vllm import runner as vllm_runner
+from flowtrain.inference.vllm import updates as vllm_updates
+from flowtrain.inference.vllm.engine import AdapterEngine, VllmEngine
+from flowtrain.inference.vllm.process import VllmModel
+from flowtrain.records import Completion, FinishReason, Sampling, UserError, VersionSpan
 from flowtrain.weights import StoreError
 from flowtrain.weights.format.adapters import AdapterSpec
 

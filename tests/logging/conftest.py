@@ -12,7 +12,7 @@ import make
 import pytest
 from make import call, rollout
 
-from flowtrain.types import Action, Task, ToolResult, Trajectory, Turn, Verdict, VersionSpan
+from flowtrain.records import Action, Task, ToolResult, Trajectory, Turn, Verdict, VersionSpan
 
 
 class FullFile:

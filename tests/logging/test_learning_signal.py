@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from flowtrain.config import Config
-from flowtrain.metrics.learning_signal import MOST_BROKEN, LearningSignal
-from flowtrain.metrics.sums import Tally
-from flowtrain.types import UserError
+from flowtrain.logging.learning_signal import MOST_BROKEN, LearningSignal
+from flowtrain.logging.tally import Tally
+from flowtrain.records import UserError
 
 COUNTS = {
     "rollouts": 4,

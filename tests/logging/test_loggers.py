@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from flowtrain.config import Config
-from flowtrain.metrics import MetricsLog
-from flowtrain.metrics.loggers import Background, open_loggers
-from flowtrain.types import UserError
+from flowtrain.logging import MetricsLog
+from flowtrain.logging.loggers import Background, open_loggers
+from flowtrain.records import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.metrics import MetricsLog, TrajectoryLog, trajectory_record
-from flowtrain.metrics.jsonl import append_lines, cut_lines, read_lines
-from flowtrain.types import (
+from flowtrain.logging import MetricsLog, TrajectoryLog, trajectory_record
+from flowtrain.logging.jsonl import append_lines, cut_lines, read_lines
+from flowtrain.records import (
     Group,
     Sample,
     SampleId,

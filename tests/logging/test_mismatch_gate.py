@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from flowtrain.config import Config
-from flowtrain.metrics.mismatch import MismatchGate, expected_mismatch
-from flowtrain.types import UserError
+from flowtrain.logging.mismatch import MismatchGate, expected_mismatch
+from flowtrain.records import UserError
 
 LIMIT = 0.01
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import make
 
-from flowtrain.metrics.parts import count_rewards, part_metrics
-from flowtrain.metrics.sums import Tally
-from flowtrain.types import Trajectory
+from flowtrain.logging.rollout_parts import count_rewards, part_metrics
+from flowtrain.logging.tally import Tally
+from flowtrain.records import Trajectory
 
 NONE = {f"reward_failures/{reason}": 0.0 for reason in ("exception", "timeout", "value")}
 

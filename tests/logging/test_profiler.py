@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from flowtrain.metrics.profiler import profiled
-from flowtrain.run import run as runs
-from flowtrain.run.run import Run
+from flowtrain.logging.profiler import profiled
+from flowtrain.trainer.run import run as runs
+from flowtrain.trainer.run.run import Run
 from flowtrain.utils.step_timer import StepTimer
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from flowtrain.metrics import Progress, ProgressLine, progress
+from flowtrain.logging import Progress, ProgressLine, progress
 
 METRICS = {
     "reward_mean": 0.5,

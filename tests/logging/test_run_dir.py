@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import flowtrain
-from flowtrain.metrics import RunDir, atomic_write_text, manifest, run_dir
-from flowtrain.types import UserError
+from flowtrain.logging import RunDir, atomic_write_text, manifest, run_dir
+from flowtrain.records import UserError
 
 FULL = "No space left on device; free some space and continue with --resume auto"
 
@@ -190,7 +190,7 @@ def test_without_git_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_package_is_light_to_import() -> None:
     code = (
-        "import sys, flowtrain.metrics; print(sorted({'torch', 'matplotlib', 'tensorboard', "
+        "import sys, flowtrain.logging; print(sorted({'torch', 'matplotlib', 'tensorboard', "
         "'wandb', 'numpy'} & set(sys.modules)))"
     )
     assert (

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flowtrain.metrics.jsonl import append_lines
-from flowtrain.metrics.series import read_series, total_seconds
-from flowtrain.types import UserError
+from flowtrain.logging.jsonl import append_lines
+from flowtrain.logging.series import read_series, total_seconds
+from flowtrain.records import UserError
 
 
 def test_the_later_of_two_lines_for_a_step_counts(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flowtrain.metrics import comparison_table, markdown, write_summary
+from flowtrain.logging import comparison_table, markdown, write_summary
 
 WARM: dict[str, Any] = {
     "splits": {

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from make import call
 
 from flowtrain.algorithms import filter_samples
-from flowtrain.engines.metered import Meter
-from flowtrain.engines.protocol import NoEngine
-from flowtrain.metrics.sums import Tally
-from flowtrain.metrics.tokens import account, count_tokens
-from flowtrain.training.tree import pack
-from flowtrain.types import (
+from flowtrain.inference.metered import Meter
+from flowtrain.inference.protocol import NoEngine
+from flowtrain.logging.tally import Tally
+from flowtrain.logging.token_counts import account, count_tokens
+from flowtrain.records import (
     BranchPoint,
     Completion,
     FinishReason,
@@ -29,7 +28,8 @@ from flowtrain.types import (
     Turn,
     account_of,
 )
-from flowtrain.types.token_account import FAILED, LOST, NO_SIGNAL, NO_WEIGHT, SKIPPED, TRAINED
+from flowtrain.records.token_account import FAILED, LOST, NO_SIGNAL, NO_WEIGHT, SKIPPED, TRAINED
+from flowtrain.trainer.packing import pack
 
 MAX_POSITIONS, VOCAB_SIZE = 12, 50
 

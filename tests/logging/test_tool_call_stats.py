@@ -7,8 +7,8 @@ from dataclasses import replace
 import make
 from make import rollout
 
-from flowtrain.metrics.rollouts import RolloutStats, count_rollouts
-from flowtrain.types import ToolCall, ToolResult, Turn
+from flowtrain.logging.rollouts import RolloutStats, count_rollouts
+from flowtrain.records import ToolCall, ToolResult, Turn
 
 
 def used(name: str, error: str | None = None) -> ToolCall:

@@ -8,9 +8,9 @@ import make
 import pytest
 from make import call, rollout
 
-from flowtrain.metrics.parts import count_evidence, count_verdicts, part_metrics
-from flowtrain.metrics.sums import Tally
-from flowtrain.types import BranchPoint, Task, ToolCall, ToolResult, Trajectory, Turn, Verdict
+from flowtrain.logging.rollout_parts import count_evidence, count_verdicts, part_metrics
+from flowtrain.logging.tally import Tally
+from flowtrain.records import BranchPoint, Task, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 
 def turn(tool: str, text: str, verdict: Verdict, is_asked: bool = True) -> Turn:

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowtrain.records import FilterReason, Routes, Sample, SampleId, SamplingMask, TrainBatch
 from flowtrain.replay.batch_digests import difference, digests_of, left_out, missing
-from flowtrain.types import FilterReason, Routes, Sample, SampleId, SamplingMask, TrainBatch
 
 FIELDS = ("prompt_ids", "response_ids", "logprobs", "advantages", "loss_weights", "old_logprobs")
 

@@ -16,9 +16,9 @@ from typing import Any
 import make
 import pytest
 
+from flowtrain.records import Group, Task
 from flowtrain.rewards import SCORERS, score, symbolic
 from flowtrain.tools.sandbox.host import ProcessSandbox
-from flowtrain.types import Group, Task
 
 PAIRS = [
     json.loads(line)

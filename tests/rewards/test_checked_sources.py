@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from flowtrain.config import Config
+from flowtrain.records import Task, UserError
 from flowtrain.rewards.references import check_tasks
 from flowtrain.tasks.files import TaskSource
 from flowtrain.tasks.sets import without_tasks
-from flowtrain.types import Task, UserError
 
 
 def test_a_source_whose_solutions_are_wrong_needs_a_judge() -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowtrain.records import Task
 from flowtrain.rewards.choice import choice, named_option
-from flowtrain.types import Task
 
 OPTIONS = ("Hemolytic uremic syndrome", "Oral ulcers", "Colorectal cancer", "Pancreatic cancer")
 

@@ -15,8 +15,8 @@ import make
 import pytest
 
 from flowtrain.config import Config, Reward
+from flowtrain.records import Group, Task, Trajectory, UserError
 from flowtrain.rewards import RewardFunctions, functions, score, score_one
-from flowtrain.types import Group, Task, Trajectory, UserError
 
 TASK = Task("a", "Capital of Norway?", ("Oslo",), columns='{"tests": ["t"], "weight": 0.5}')
 SLOW_S = 300.0

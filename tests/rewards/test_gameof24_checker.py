@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from flowtrain.records import Task
 from flowtrain.rewards.gameof24 import gameof24, is_right
-from flowtrain.types import Task
 
 SIGNS = "+-*/"
 

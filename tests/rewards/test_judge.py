@@ -18,11 +18,11 @@ from make import Chat
 
 from flowtrain.config import Judge as JudgeOptions
 from flowtrain.config.agents import JudgeMode
-from flowtrain.engines.protocol import EngineError
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import Group, Task, UserError
 from flowtrain.rewards import Judge, JudgeCache, score, score_one
 from flowtrain.rewards import judge as rules
 from flowtrain.rewards.judge import judge_prompt, parse_judgement
-from flowtrain.types import Group, Task, UserError
 
 TASK = Task("t", "Capital of Norway?", ("Oslo",), scorer="qa")
 RIGHT, WRONG = "They agree.\nVerdict: True", "They differ.\nVerdict: False"

@@ -10,10 +10,10 @@ import sympy
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from flowtrain.records import Task
 from flowtrain.rewards.math_answer import math_match, pairs
 from flowtrain.rewards.statements import is_same
 from flowtrain.rewards.symbolic_child import Values
-from flowtrain.types import Task
 
 X, Y = sympy.symbols("x y")
 

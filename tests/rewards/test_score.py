@@ -7,8 +7,8 @@ import time
 import make
 import pytest
 
+from flowtrain.records import Group, Task, Trajectory, UserError
 from flowtrain.rewards import score
-from flowtrain.types import Group, Task, Trajectory, UserError
 
 FACT = Task("a", "Capital of Norway?", ("Oslo",))
 PUZZLE = Task("b", "Make 24.", ("3", "3", "8", "8"), scorer="gameof24")

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowtrain.records import Task, UserError
 from flowtrain.rewards import SCORERS
 from flowtrain.rewards.gameof24 import is_right
 from flowtrain.rewards.squad import token_f1
-from flowtrain.types import Task, UserError
 
 OPTIONS = ("Hemolytic uremic syndrome", "Oral ulcers", "Colorectal cancer", "Pancreatic cancer")
 TABLES = tomllib.loads(Path(__file__).with_name("answers.toml").read_text("utf-8"))

@@ -7,8 +7,8 @@ from typing import Any
 import make
 import pytest
 
+from flowtrain.records import Action, SubGoal, Task, ToolCall, ToolResult, Turn
 from flowtrain.rewards.shortcuts import shortcut
-from flowtrain.types import Action, SubGoal, Task, ToolCall, ToolResult, Turn
 
 TASK = Task("t", "What is the capital of Chad?", ("N'Djamena", "Ndjamena"))
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowtrain.records import Task
 from flowtrain.rewards.normal import normalise
 from flowtrain.rewards.squad import exact_match, published_metrics, token_f1
-from flowtrain.types import Task
 
 
 def exact(answer: str, *accepted: str) -> float:

@@ -10,9 +10,9 @@ import pytest
 
 from flowtrain.config import Config
 from flowtrain.config.options import parse
+from flowtrain.records import Call, UserError
 from flowtrain.rft.conversations import _with_ids, read_replies
 from flowtrain.rft.loop import rft
-from flowtrain.types import Call, UserError
 from tests.agents.chat_templates import TEMPLATES, styled, tokenizer_of
 
 SEARCH = {

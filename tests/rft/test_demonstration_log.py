@@ -11,10 +11,10 @@ import pytest
 from make import call
 
 from flowtrain.config import Config
-from flowtrain.engines.chat import Usage
 from flowtrain.evaluation.rollout_log import Question
+from flowtrain.inference.chat import Usage
+from flowtrain.records import Action, Task, ToolCall, ToolResult, Trajectory, UserError, Verdict
 from flowtrain.rft.demonstrations import PINS, DemonstrationLog, open_log, pins
-from flowtrain.types import Action, Task, ToolCall, ToolResult, Trajectory, UserError, Verdict
 
 TASKS = [Task(f"t-{n}", f"What is {n} plus 1?", (str(n + 1),)) for n in range(5)]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from itertools import islice
 
+from flowtrain.records import Call, FinishReason, Sample
 from flowtrain.rft.imitation import batches, sample_of
-from flowtrain.types import Call, FinishReason, Sample
 
 CALL = Call((1, 2, 3), (4, 5), (-0.1, -0.2), (), FinishReason.STOP)
 

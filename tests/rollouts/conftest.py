@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from http_servers import running
 
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.service import Service
-from flowtrain.dataflow.wire import METHODS
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.service import Service
+from flowtrain.rollouts.wire import METHODS
 
 _INSTALLED = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
 

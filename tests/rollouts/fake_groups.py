@@ -11,13 +11,13 @@ import make
 from toy_options import toy
 
 from flowtrain.config import Config
-from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import Join, Lease, LeaseRequest, Push, Register
-from flowtrain.dataflow.ledger import Ledger
-from flowtrain.dataflow.ledger.prompts import Event, read_events
-from flowtrain.dataflow.rules import Rules
+from flowtrain.records import Action, Group, Task, ToolResult, Turn, Verdict, VersionSpan
+from flowtrain.rollouts.codec import pack_group
+from flowtrain.rollouts.contract import Join, Lease, LeaseRequest, Push, Register
+from flowtrain.rollouts.ledger import Ledger
+from flowtrain.rollouts.ledger.prompts import Event, read_events
+from flowtrain.rollouts.rules import Rules
 from flowtrain.tasks.cursor import TaskCursor
-from flowtrain.types import Action, Group, Task, ToolResult, Turn, Verdict, VersionSpan
 
 TASKS = [
     Task(

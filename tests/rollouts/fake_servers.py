@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from flowtrain.dataflow.codec import pack
-from flowtrain.dataflow.contract import (
+from flowtrain.records import Task
+from flowtrain.rollouts.codec import pack
+from flowtrain.rollouts.contract import (
     AssignedGroup,
     Batch,
     BatchRequest,
@@ -36,8 +37,7 @@ from flowtrain.dataflow.contract import (
     Renewal,
     Renewed,
 )
-from flowtrain.dataflow.wire import Problem
-from flowtrain.types import Task
+from flowtrain.rollouts.wire import Problem
 
 REQUESTS: dict[str, Any] = {
     "join": Join("n1", "a", {"planner": "L"}),

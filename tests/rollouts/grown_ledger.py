@@ -11,13 +11,13 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from flowtrain.config import Config
-from flowtrain.dataflow.codec import pack
-from flowtrain.dataflow.contract import Join, LeaseRequest, Register
-from flowtrain.dataflow.ledger import Ledger
-from flowtrain.dataflow.ledger.counters import recount
-from flowtrain.dataflow.ledger.sql import Transaction, connect
+from flowtrain.records import PolicyName, Task
+from flowtrain.rollouts.codec import pack
+from flowtrain.rollouts.contract import Join, LeaseRequest, Register
+from flowtrain.rollouts.ledger import Ledger
+from flowtrain.rollouts.ledger.counters import recount
+from flowtrain.rollouts.ledger.sql import Transaction, connect
 from flowtrain.tasks.cursor import TaskCursor
-from flowtrain.types import PolicyName, Task
 
 POLICIES: tuple[PolicyName, ...] = ("planner", "verifier", "refiner")
 """All that a flow can have; groups here have tokens of the first."""

@@ -22,9 +22,11 @@ from typing import Any
 
 from fake_groups import group, planner
 
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.codec import pack_group, unpack_group
-from flowtrain.dataflow.contract import (
+from flowtrain.records import Group
+from flowtrain.records.token_account import TRAINED
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.codec import pack_group, unpack_group
+from flowtrain.rollouts.contract import (
     BatchRequest,
     Dataflow,
     Join,
@@ -34,8 +36,6 @@ from flowtrain.dataflow.contract import (
     Release,
     Renewal,
 )
-from flowtrain.types import Group
-from flowtrain.types.token_account import TRAINED
 
 NUM_GROUPS, MAX_STALENESS = 3, 1
 _PAUSE_S = 0.005

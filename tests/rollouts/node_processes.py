@@ -21,11 +21,11 @@ from typing import Any
 from fake_groups import ledger
 from many_nodes import Notes, run_node, run_trainer
 
-from flowtrain.dataflow.contract import Unavailable
-from flowtrain.dataflow.ledger import Ledger
-from flowtrain.dataflow.ledger.sql import Transaction
-from flowtrain.dataflow.rules import Rules
-from flowtrain.dataflow.rules.builtin import AllGroups, AllPrompts, EarliestDeadline, Latest
+from flowtrain.rollouts.contract import Unavailable
+from flowtrain.rollouts.ledger import Ledger
+from flowtrain.rollouts.ledger.sql import Transaction
+from flowtrain.rollouts.rules import Rules
+from flowtrain.rollouts.rules.builtin import AllGroups, AllPrompts, EarliestDeadline, Latest
 
 NUM_STEPS = 8
 NUM_LIVES = 6

@@ -18,12 +18,19 @@ import make
 import pytest
 import torch
 from http_servers import running
+from tests.dataflow.fake_groups import TASKS, group, joined, lease, ledger, planner, push, turn
 
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
-from flowtrain.dataflow import heartbeat as heartbeat_module
-from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import (
+from flowtrain.evaluation import nodes as evaluations
+from flowtrain.evaluation.evaluator import Part
+from flowtrain.evaluation.nodes import PoolEvaluations
+from flowtrain.records import Group, Outage, UserError, VersionSpan
+from flowtrain.rollouts import batch_source as feeds
+from flowtrain.rollouts import heartbeat as heartbeat_module
+from flowtrain.rollouts.batch_source import BatchSource, connect, versions
+from flowtrain.rollouts.codec import pack_group
+from flowtrain.rollouts.contract import (
     AssignedGroup,
     Batch,
     EvalSettings,
@@ -35,18 +42,11 @@ from flowtrain.dataflow.contract import (
     Registered,
     Unavailable,
 )
-from flowtrain.dataflow.heartbeat import Heartbeat
-from flowtrain.dataflow.ledger import Ledger
-from flowtrain.dataflow.service import Service
-from flowtrain.evaluation import nodes as evaluations
-from flowtrain.evaluation.evaluator import Part
-from flowtrain.evaluation.nodes import PoolEvaluations
-from flowtrain.pool import batch_source as feeds
-from flowtrain.pool.batch_source import BatchSource, connect, versions
-from flowtrain.training.records import Rollouts
-from flowtrain.training.world import World
-from flowtrain.types import Group, Outage, UserError, VersionSpan
-from tests.dataflow.fake_groups import TASKS, group, joined, lease, ledger, planner, push, turn
+from flowtrain.rollouts.heartbeat import Heartbeat
+from flowtrain.rollouts.ledger import Ledger
+from flowtrain.rollouts.service import Service
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.records import Rollouts
 
 ALONE = World(0, 1, torch.device("cpu"))
 

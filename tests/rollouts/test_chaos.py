@@ -18,10 +18,10 @@ from faulty_proxy import faulty
 from http_servers import running
 from many_nodes import TOKEN, Notes, run_node, run_trainer
 
-from flowtrain.dataflow import client as client_module
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.contract import Refused
-from flowtrain.dataflow.service import Service
+from flowtrain.rollouts import client as client_module
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.contract import Refused
+from flowtrain.rollouts.service import Service
 
 pytestmark = pytest.mark.attack
 

@@ -15,9 +15,9 @@ from cli_runs import Process, Server
 from many_nodes import TOKEN, Notes
 from ports import free_port
 
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.ledger import audit_database
-from flowtrain.dataflow.ledger.sql import connect
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.ledger import audit_database
+from flowtrain.rollouts.ledger.sql import connect
 
 pytest_plugins = ("cli_runs",)
 HERE = Path(__file__).parent
@@ -53,7 +53,7 @@ class Crew:
         """Exit codes."""
 
     def start(self, name: str, *command: str, before: str = "") -> None:
-        """Start the command `flowtrain.dataflow`, unless `before` does something else."""
+        """Start the command `flowtrain.rollouts`, unless `before` does something else."""
         self._started[name] = command, before
         env = {"FLOWTRAIN_TOKEN": TOKEN, "no_proxy": "*"}
         self._alive[name] = self._server.start("dataflow", *command, before=before, env=env)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.dataflow import codec
-from flowtrain.dataflow.codec import decoded, inflated, pack, pack_group, unpack_group
-from flowtrain.dataflow.contract import Refused
-from flowtrain.types import Call, Group, Routes
+from flowtrain.records import Call, Group, Routes
+from flowtrain.rollouts import codec
+from flowtrain.rollouts.codec import decoded, inflated, pack, pack_group, unpack_group
+from flowtrain.rollouts.contract import Refused
 
 IDS = st.lists(st.integers(0, 3), max_size=6).map(tuple)
 CALLS = st.dictionaries(st.sampled_from(("planner", "verifier")), st.tuples(IDS, IDS))

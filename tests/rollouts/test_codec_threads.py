@@ -7,8 +7,8 @@ import sys
 
 FIRST_DECODING = """
 import sys, threading
-from flowtrain.dataflow import codec
-from flowtrain.types import Group
+from flowtrain.rollouts import codec
+from flowtrain.records import Group
 
 sys.setswitchinterval(1e-6)
 data, start = codec.pack(Group(0, ())), threading.Barrier(8)

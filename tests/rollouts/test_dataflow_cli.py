@@ -1,4 +1,4 @@
-"""`python -m flowtrain.dataflow`: what a person types, and reads."""
+"""`python -m flowtrain.rollouts`: what a person types, and reads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import fake_groups
 import pytest
 from http_servers import running
 
-from flowtrain.dataflow import __main__ as command
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.contract import BatchRequest, Join, LeaseRequest, Progress
-from flowtrain.dataflow.ledger import audit_database
-from flowtrain.dataflow.service import Service
-from flowtrain.dataflow.show import status_text
+from flowtrain.rollouts import __main__ as command
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.contract import BatchRequest, Join, LeaseRequest, Progress
+from flowtrain.rollouts.ledger import audit_database
+from flowtrain.rollouts.service import Service
+from flowtrain.rollouts.show import status_text
 
 TOKEN = "a-token-of-the-tests"
 
@@ -195,8 +195,8 @@ def test_mistakes_are_named(
 @pytest.mark.parametrize("name", ["", "serve", "status", "audit"])
 def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, *([name] if name else []), "--help")
-    assert code == 0 and "usage: python -m flowtrain.dataflow" in out
-    assert not name or f"example: python -m flowtrain.dataflow {name}" in " ".join(out.split())
+    assert code == 0 and "usage: python -m flowtrain.rollouts" in out
+    assert not name or f"example: python -m flowtrain.rollouts {name}" in " ".join(out.split())
 
 
 def test_a_service_starts_and_ends(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_service_starts_and_ends(tmp_path: Path) -> None:
         "PYTHONPATH": str(Path(__file__).parents[2])
     }
     start = [
-        *(sys.executable, "-m", "flowtrain.dataflow", "serve", "--database"),
+        *(sys.executable, "-m", "flowtrain.rollouts", "serve", "--database"),
         str(database),
         *words.split(),
     ]
@@ -228,7 +228,7 @@ def test_a_service_starts_and_ends(tmp_path: Path) -> None:
             start, env=environment, capture_output=True, text=True, timeout=60, check=False
         )
         assert second.returncode == 2 and second.stderr.count("\n") == 1
-        assert f"{database} is in use by python -m flowtrain.dataflow" in second.stderr
+        assert f"{database} is in use by python -m flowtrain.rollouts" in second.stderr
         assert f"process {process.pid}, since" in second.stderr
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0

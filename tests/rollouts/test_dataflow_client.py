@@ -16,10 +16,10 @@ import fake_servers
 import pytest
 from fake_servers import ANSWERS, PASSING, REFUSING, REQUESTS, honest, peer, problem, reply
 
-from flowtrain.dataflow import client as client_module
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.contract import BatchRequest, Push, Refused, Unavailable
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.rollouts import client as client_module
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.contract import BatchRequest, Push, Refused, Unavailable
 
 METHODS = tuple(REQUESTS)
 

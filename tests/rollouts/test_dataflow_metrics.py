@@ -11,13 +11,13 @@ import pytest
 from http_servers import running
 from prometheus_text import samples
 
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.contract import BatchRequest, Progress, Release, Unavailable
-from flowtrain.dataflow.ledger.sql import SqliteDatabase
-from flowtrain.dataflow.measures import Measures
-from flowtrain.dataflow.service import Service
-from flowtrain.net import monitoring
-from flowtrain.net.credentials import Access, Role, TokenFile, issue
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.contract import BatchRequest, Progress, Release, Unavailable
+from flowtrain.rollouts.ledger.sql import SqliteDatabase
+from flowtrain.rollouts.measures import Measures
+from flowtrain.rollouts.service import Service
+from flowtrain.utils.net import monitoring
+from flowtrain.utils.net.credentials import Access, Role, TokenFile, issue
 
 TOKEN = "a-token-of-the-tests"
 _NAME = "flowtrain_dataflow"

@@ -22,11 +22,12 @@ from http_servers import running
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flowtrain.dataflow import codec
-from flowtrain.dataflow import service as service_module
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.codec import pack, unpack
-from flowtrain.dataflow.contract import (
+from flowtrain.records import UserError
+from flowtrain.rollouts import codec
+from flowtrain.rollouts import service as service_module
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.codec import pack, unpack
+from flowtrain.rollouts.contract import (
     Batch,
     BatchRequest,
     Join,
@@ -36,10 +37,9 @@ from flowtrain.dataflow.contract import (
     Pushed,
     Unavailable,
 )
-from flowtrain.dataflow.service import Service
-from flowtrain.dataflow.wire import METHODS, Problem
-from flowtrain.net import serving
-from flowtrain.types import UserError
+from flowtrain.rollouts.service import Service
+from flowtrain.rollouts.wire import METHODS, Problem
+from flowtrain.utils.net import serving
 
 TOKEN = "a-token-of-the-tests"
 JOIN = pack(Join("n1", "a"))

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from fake_groups import TASKS, Clock, begun, events, group, joined, lease, planner, push
 
-from flowtrain.dataflow.codec import pack_group, unpack_group
-from flowtrain.dataflow.contract import (
+from flowtrain.records import Group
+from flowtrain.rollouts.codec import pack_group, unpack_group
+from flowtrain.rollouts.contract import (
     BatchRequest,
     EvalSettings,
     Evaluate,
@@ -24,11 +25,10 @@ from flowtrain.dataflow.contract import (
     Refused,
     Release,
 )
-from flowtrain.dataflow.ledger import Ledger
-from flowtrain.dataflow.ledger.group_checks import GroupLimits, Summary
-from flowtrain.dataflow.ledger.sql import Transaction
-from flowtrain.dataflow.show import status_text
-from flowtrain.types import Group
+from flowtrain.rollouts.ledger import Ledger
+from flowtrain.rollouts.ledger.group_checks import GroupLimits, Summary
+from flowtrain.rollouts.ledger.sql import Transaction
+from flowtrain.rollouts.show import status_text
 
 SETTINGS = EvalSettings(max_turns=3, temperature=0.5, trials=1)
 NODE = {"planner": 0}

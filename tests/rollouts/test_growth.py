@@ -11,8 +11,8 @@ import fake_groups as fake
 import pytest
 from grown_ledger import GROUP_SIZE, NUM_GROUPS, PER_LEASE, Size, grown
 
-from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import (
+from flowtrain.rollouts.codec import pack_group
+from flowtrain.rollouts.contract import (
     BatchRequest,
     Lease,
     LeaseRequest,
@@ -21,10 +21,10 @@ from flowtrain.dataflow.contract import (
     Release,
     Renewal,
 )
-from flowtrain.dataflow.ledger import Ledger, prompts
-from flowtrain.dataflow.ledger.prompts import num_leased
-from flowtrain.dataflow.ledger.report import report
-from flowtrain.dataflow.ledger.sql import SqliteDatabase, Transaction
+from flowtrain.rollouts.ledger import Ledger, prompts
+from flowtrain.rollouts.ledger.prompts import num_leased
+from flowtrain.rollouts.ledger.report import report
+from flowtrain.rollouts.ledger.sql import SqliteDatabase, Transaction
 
 _STEPS = 10
 """Instructions of SQLite's machine between two calls of a progress handler."""

@@ -29,8 +29,9 @@ from fake_groups import (
     turn,
 )
 
-from flowtrain.dataflow.codec import pack_group, unpack_group
-from flowtrain.dataflow.contract import (
+from flowtrain.records import Group, Task, VersionSpan
+from flowtrain.rollouts.codec import pack_group, unpack_group
+from flowtrain.rollouts.contract import (
     BatchRequest,
     Join,
     LeaseRequest,
@@ -40,14 +41,13 @@ from flowtrain.dataflow.contract import (
     Release,
     Renewal,
 )
-from flowtrain.dataflow.ledger import Ledger, batches, prompts
-from flowtrain.dataflow.ledger.leases import LeaseBook
-from flowtrain.dataflow.ledger.prompts import TaskOrder
-from flowtrain.dataflow.ledger.sql import Transaction
-from flowtrain.dataflow.rules import Outcome, Rules
-from flowtrain.dataflow.rules.builtin import AllGroups, EarliestDeadline, Latest
+from flowtrain.rollouts.ledger import Ledger, batches, prompts
+from flowtrain.rollouts.ledger.leases import LeaseBook
+from flowtrain.rollouts.ledger.prompts import TaskOrder
+from flowtrain.rollouts.ledger.sql import Transaction
+from flowtrain.rollouts.rules import Outcome, Rules
+from flowtrain.rollouts.rules.builtin import AllGroups, EarliestDeadline, Latest
 from flowtrain.tasks.cursor import TaskCursor
-from flowtrain.types import Group, Task, VersionSpan
 
 
 @pytest.fixture
@@ -1079,7 +1079,7 @@ def test_the_run_s_options_cross_to_the_node(flow: Ledger) -> None:
 def test_the_status_tells_who_lives_is_silent_or_has_ended(
     database: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "flowtrain.dataflow")
+    caplog.set_level(logging.INFO, "flowtrain.rollouts")
     clock = Clock()
     flow = ledger(database, clock, lease_s=60)
     flow.register(planner())

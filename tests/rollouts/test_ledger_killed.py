@@ -17,9 +17,9 @@ from fake_groups import begun, events, group, joined, lease, ledger, planner, pu
 from many_nodes import NUM_GROUPS
 from node_processes import NUM_STEPS
 
-from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import BatchRequest, LeaseRequest, Progress, Push, Unavailable
-from flowtrain.dataflow.ledger import Ledger, prompts
+from flowtrain.rollouts.codec import pack_group
+from flowtrain.rollouts.contract import BatchRequest, LeaseRequest, Progress, Push, Unavailable
+from flowtrain.rollouts.ledger import Ledger, prompts
 
 HERE = Path(__file__).parent
 

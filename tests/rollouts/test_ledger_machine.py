@@ -22,8 +22,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from flowtrain.dataflow.codec import pack_group, unpack_group
-from flowtrain.dataflow.contract import (
+from flowtrain.records.token_account import LOST, NO_SIGNAL, TRAINED
+from flowtrain.rollouts.codec import pack_group, unpack_group
+from flowtrain.rollouts.contract import (
     AssignedGroup,
     Batch,
     BatchRequest,
@@ -36,8 +37,7 @@ from flowtrain.dataflow.contract import (
     Release,
     Renewal,
 )
-from flowtrain.dataflow.ledger import Ledger
-from flowtrain.types.token_account import LOST, NO_SIGNAL, TRAINED
+from flowtrain.rollouts.ledger import Ledger
 
 NODES = ("n1", "n2", "n3")
 POLICIES = ("planner", "verifier")

@@ -10,12 +10,12 @@ import pytest
 from fake_groups import TASKS, Clock, begun, joined, lease, ledger, options, planner, push
 
 from flowtrain.config import Config
-from flowtrain.dataflow.contract import BatchRequest, Join, Progress, Refused, Release, Unavailable
-from flowtrain.dataflow.ledger import Ledger, audit_database, open_ledger
-from flowtrain.dataflow.ledger.audit import audit
-from flowtrain.dataflow.ledger.sql import Database, connect
+from flowtrain.records import UserError
+from flowtrain.rollouts.contract import BatchRequest, Join, Progress, Refused, Release, Unavailable
+from flowtrain.rollouts.ledger import Ledger, audit_database, open_ledger
+from flowtrain.rollouts.ledger.audit import audit
+from flowtrain.rollouts.ledger.sql import Database, connect
 from flowtrain.tasks.cursor import TaskCursor
-from flowtrain.types import UserError
 
 
 def statement(database: str, text: str) -> None:

@@ -15,9 +15,9 @@ import fake_groups
 import pytest
 
 from examples.node_pool import Controller, Processes, main
-from flowtrain.dataflow.service import Service
-from flowtrain.net import serving
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.rollouts.service import Service
+from flowtrain.utils.net import serving
 
 POOL = Path(__file__).parents[2] / "examples" / "node_pool.py"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flowtrain.dataflow.pool_size import PoolSize, Window, target_size, window_between
+from flowtrain.rollouts.pool_size import PoolSize, Window, target_size, window_between
 
 # ---- by hand
 

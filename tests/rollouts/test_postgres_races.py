@@ -13,7 +13,7 @@ import fake_groups as fakes
 import psycopg
 import pytest
 
-from flowtrain.dataflow.contract import (
+from flowtrain.rollouts.contract import (
     BatchRequest,
     Join,
     LeaseRequest,
@@ -21,7 +21,7 @@ from flowtrain.dataflow.contract import (
     Renewal,
     Unavailable,
 )
-from flowtrain.dataflow.ledger.sql import connect
+from flowtrain.rollouts.ledger.sql import connect
 
 _HOLD = """
 CREATE FUNCTION hold() RETURNS trigger LANGUAGE plpgsql AS $$

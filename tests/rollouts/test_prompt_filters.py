@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.dataflow.rules import Outcome, PromptFilter
-from flowtrain.dataflow.rules.builtin import AllPrompts
-from flowtrain.dataflow.rules.curriculum import Curriculum
-from flowtrain.dataflow.rules.greso import LEAST, MOST, Greso
+from flowtrain.rollouts.rules import Outcome, PromptFilter
+from flowtrain.rollouts.rules.builtin import AllPrompts
+from flowtrain.rollouts.rules.curriculum import Curriculum
+from flowtrain.rollouts.rules.greso import LEAST, MOST, Greso
 
 GOOD, BAD, MIXED = (1.0, 1.0), (0.0, 0.0), (1.0, 0.0)
 

@@ -9,9 +9,9 @@ import pytest
 from fake_groups import TASKS, group
 
 from flowtrain.config import Config
-from flowtrain.dataflow.contract import Refused
-from flowtrain.dataflow.ledger.group_checks import GroupLimits
-from flowtrain.types import Group
+from flowtrain.records import Group
+from flowtrain.rollouts.contract import Refused
+from flowtrain.rollouts.ledger.group_checks import GroupLimits
 
 
 def limits(**reward: Any) -> GroupLimits:

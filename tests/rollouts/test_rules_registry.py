@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flowtrain.config import Config
-from flowtrain.dataflow.rules import Outcome, load, registry
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.rollouts.rules import Outcome, load, registry
 from tests.packages import check_shown, lay_out
 
 HALF = """

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.config import Dataflow
-from flowtrain.dataflow.rules import Candidate, Outcome
-from flowtrain.dataflow.rules.builtin import AllGroups, Arrival, EarliestDeadline, Latest, Mixed
-from flowtrain.dataflow.rules.weighted import Weighted, rounded, shares
+from flowtrain.rollouts.rules import Candidate, Outcome
+from flowtrain.rollouts.rules.builtin import AllGroups, Arrival, EarliestDeadline, Latest, Mixed
+from flowtrain.rollouts.rules.weighted import Weighted, rounded, shares
 
 
 def candidate(

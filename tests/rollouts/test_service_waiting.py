@@ -18,10 +18,10 @@ import pytest
 from http_servers import running
 from test_dataflow_service import TOKEN, ask, head, service_of
 
-from flowtrain.dataflow import service as service_module
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.codec import pack
-from flowtrain.dataflow.contract import (
+from flowtrain.rollouts import service as service_module
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.codec import pack
+from flowtrain.rollouts.contract import (
     BatchRequest,
     Done,
     EvalSettings,
@@ -35,7 +35,7 @@ from flowtrain.dataflow.contract import (
     Renewed,
     Unavailable,
 )
-from flowtrain.dataflow.service import Service
+from flowtrain.rollouts.service import Service
 
 
 @pytest.fixture(autouse=True)

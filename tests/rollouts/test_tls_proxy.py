@@ -13,10 +13,10 @@ import trustme
 from http_servers import running
 from nginx import needs_nginx, nginx
 
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.contract import Join, LeaseRequest, NotAllowed, Unavailable
-from flowtrain.dataflow.service import Service
-from flowtrain.net.credentials import Role, TokenFile, issue
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.contract import Join, LeaseRequest, NotAllowed, Unavailable
+from flowtrain.rollouts.service import Service
+from flowtrain.utils.net.credentials import Role, TokenFile, issue
 from flowtrain.weights import (
     Publisher,
     PublishOptions,

@@ -20,10 +20,11 @@ import fake_groups
 import pytest
 from http_servers import running
 
-from flowtrain.dataflow.__main__ import main
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.codec import pack, pack_group, unpack
-from flowtrain.dataflow.contract import (
+from flowtrain.records import UserError
+from flowtrain.rollouts.__main__ import main
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.codec import pack, pack_group, unpack
+from flowtrain.rollouts.contract import (
     BatchRequest,
     EvalSettings,
     Evaluate,
@@ -38,11 +39,10 @@ from flowtrain.dataflow.contract import (
     Renewal,
     Unavailable,
 )
-from flowtrain.dataflow.service import Service
-from flowtrain.dataflow.wire import METHODS, Problem
-from flowtrain.net.credentials import Access, Role, TokenFile, issue, read, revoke
-from flowtrain.net.serving import Rejected
-from flowtrain.types import UserError
+from flowtrain.rollouts.service import Service
+from flowtrain.rollouts.wire import METHODS, Problem
+from flowtrain.utils.net.credentials import Access, Role, TokenFile, issue, read, revoke
+from flowtrain.utils.net.serving import Rejected
 
 SHARED = "a-token-of-the-tests"
 REQUESTS: dict[str, Any] = {

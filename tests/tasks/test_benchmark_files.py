@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from flowtrain.records import Task, UserError
 from flowtrain.rewards import SCORERS, score
 from flowtrain.tasks.benchmarks import (
     AGENTFLOW,
@@ -28,7 +29,6 @@ from flowtrain.tasks.benchmarks import (
     parse_benchmarks,
 )
 from flowtrain.tasks.overlap import benchmark_tasks, overlaps
-from flowtrain.types import Task, UserError
 from flowtrain.utils.text import final_answer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from flowtrain.records import UserError
 from flowtrain.rewards.choice import choice
 from flowtrain.tasks.files import load_tasks
-from flowtrain.types import UserError
 
 
 @pytest.mark.parametrize(

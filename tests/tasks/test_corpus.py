@@ -12,8 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from flowtrain.records import UserError
 from flowtrain.tasks.corpus import Entity, key_facts, load_corpus, passage_value, passages
-from flowtrain.types import UserError
 
 COUNTRY_FACTS = {
     "capital": str,

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from flowtrain.records import PlanStep, Task, UserError
 from flowtrain.tasks.corpus import Entity, load_corpus, passage_value, passages
 from flowtrain.tasks.facts import KINDS, SPLITS, facts_tasks, split_entities
-from flowtrain.types import PlanStep, Task, UserError
 
 CORPUS = load_corpus()
 PASSAGES = passages(CORPUS)

@@ -14,9 +14,9 @@ import pytest
 from pyarrow import parquet
 
 from flowtrain.config import Config
+from flowtrain.records import UserError
 from flowtrain.tasks.files import load_source, load_tasks
 from flowtrain.tasks.sets import MAIN_SPLIT, task_set
-from flowtrain.types import UserError
 
 datasets = pytest.importorskip("datasets")
 Rows = list[dict[str, Any]]

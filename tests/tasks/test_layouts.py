@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from flowtrain.records import Task, UserError
 from flowtrain.tasks.files import load_source, load_tasks
 from flowtrain.tasks.layouts import _OPTIONAL, OWN, read_task
-from flowtrain.types import Task, UserError
 
 BAKED_IN = (
     "When ready, output the final answer enclosed in <answer> and </answer> tags. Do not generate "

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flowtrain.config import Config
+from flowtrain.records import UserError
 from flowtrain.tasks.sets import TaskSet, task_set
-from flowtrain.types import UserError
 
 
 def write(path: Path, questions: list[str]) -> str:

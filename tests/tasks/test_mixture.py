@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowtrain.config import Config
+from flowtrain.records import Task, UserError
 from flowtrain.tasks.mixture import MixedCursor, shares
 from flowtrain.tasks.sets import MAIN_SPLIT, task_set
-from flowtrain.types import Task, UserError
 
 WEIGHTS = st.lists(st.floats(0.5, 4), min_size=1, max_size=4).map(
     lambda found: {f"s{i}": weight for i, weight in enumerate(found)}

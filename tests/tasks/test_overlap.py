@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowtrain.records import Task
 from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.facts import facts_tasks
 from flowtrain.tasks.overlap import _similarity, _weights, _words, overlaps
-from flowtrain.types import Task
 
 HELD_OUT = [
     Task(f"b{i}", question, ("x",))

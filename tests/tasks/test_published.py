@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from flowtrain.records import Task, UserError
 from flowtrain.rewards import SCORERS
 from flowtrain.rewards.references import check_source
 from flowtrain.tasks.files import TaskSource, load_source, load_tasks
 from flowtrain.tasks.layouts import PRESETS, recognise
-from flowtrain.types import Task, UserError
 from flowtrain.utils.text import boxed, marked_answer
 
 Rows = list[dict[str, Any]]

@@ -11,12 +11,12 @@ import make
 import pytest
 from make import call, rollout
 
+from flowtrain.records import Action, SubGoal, Task, ToolResult, Turn, UserError
 from flowtrain.rewards import score
 from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.facts import DEEP_KINDS, facts_tasks
 from flowtrain.tasks.files import load_tasks
 from flowtrain.tasks.sub_goals import check, solved, solved_weight, sought
-from flowtrain.types import Action, SubGoal, Task, ToolResult, Turn, UserError
 
 CHAD = SubGoal(("Chad", "Republic of Chad"), 0.75, "country with capital N'Djamena")
 AREA = SubGoal(("1284",), 0.25, "area of Chad")

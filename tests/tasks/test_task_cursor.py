@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowtrain.records import Task
 from flowtrain.tasks.cursor import TaskCursor
-from flowtrain.types import Task
 
 SEEDS = st.integers(0, 5)
 SIZES = st.integers(1, 12)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowtrain.records import Task, UserError
 from flowtrain.tasks.files import load_tasks
-from flowtrain.types import Task, UserError
 
 TEXTS = st.text(st.characters(blacklist_categories=["Cs"])).filter(str.strip)
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from flowtrain.config import Config
+from flowtrain.records import UserError
 from flowtrain.tasks.sets import task_set
-from flowtrain.types import UserError
 
 
 def options() -> dict[str, Any]:
     return {
         "agent": {"name": "gateway"},
-        "gateway": {"function": "flowtrain.agents.gateway.verifiers:solve"},
+        "gateway": {"function": "flowtrain.agents.gateway.hub:solve"},
         "tasks": {"name": "verifiers", "verifiers": {"taskset": {"id": "gsm8k"}}},
     }
 

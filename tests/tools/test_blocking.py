@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
+from flowtrain.records import ToolResult
 from flowtrain.tools import BlockingPool, ToolCard, ToolError, run_tool
-from flowtrain.types import ToolResult
 
 
 class Blocking:

@@ -14,11 +14,11 @@ from flowtrain.agents.agentflow.commands import write_command
 from flowtrain.agents.agentflow.executor import arguments_of
 from flowtrain.agents.agentflow.prompts import tool_text
 from flowtrain.config import Config
-from flowtrain.setup.components import RunComponents
+from flowtrain.records import ToolResult, UserError
 from flowtrain.tools import Parameter, Tool, ToolCard, run_tool, schema_of
 from flowtrain.tools.registry import make_tools
-from flowtrain.training.world import World
-from flowtrain.types import ToolResult, UserError
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.setup.components import RunComponents
 from tests.packages import check_shown
 
 ABOUT_N = "'Does it.\\n\\nArgs:\\n    n: how often.'"

@@ -22,10 +22,10 @@ from flowtrain.agents.agentflow.executor import Executor
 from flowtrain.agents.agentflow.prompts import tools_text
 from flowtrain.config import Config
 from flowtrain.config.options import parse
+from flowtrain.records import Action, ToolResult, UserError
 from flowtrain.tools import Tool, run_tool
 from flowtrain.tools.registry import make_tools
-from flowtrain.types import Action, ToolResult, UserError
-from flowtrain.utils.loops import run_to_end
+from flowtrain.utils.event_loop import run_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = [sys.executable, str(ROOT / "examples" / "mcp_server.py")]

@@ -13,13 +13,13 @@ from toy_options import toy
 
 from flowtrain.agents.agentflow.build import make_policy
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.talking.tool_calling import ToolCallingAgent
-from flowtrain.agents.talking.tool_formats import FORMATS, WrittenCall
-from flowtrain.setup.components import RunComponents
+from flowtrain.agents.chat.tool_calling import ToolCallingAgent
+from flowtrain.agents.chat.tool_formats import FORMATS, WrittenCall
+from flowtrain.records import Task, UserError
 from flowtrain.tools.registry import make_tools
-from flowtrain.training.world import World
-from flowtrain.types import Task, UserError
-from flowtrain.utils.loops import run_to_end
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.utils.event_loop import run_to_end
 from tests.agents.chat_templates import styled
 
 HAND = Path(__file__).parent / "mcp_by_hand.py"

@@ -9,11 +9,11 @@ import pytest
 from make import Chat
 
 from flowtrain.config import Config
-from flowtrain.engines.protocol import EngineError
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import ToolResult, UserError
 from flowtrain.tools import Tool, ToolContext, ToolError, base_generator, python_coder, run_tool
 from flowtrain.tools.base_generator import BaseGenerator, GuessGenerator
 from flowtrain.tools.python_coder import ModelCoder, PythonCoder, strip_fence
-from flowtrain.types import ToolResult, UserError
 
 CONFIG = Config.model_validate({"agent": {"tool_timeout_s": 7.0, "code_timeout_s": 3.0}})
 

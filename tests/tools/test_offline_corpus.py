@@ -18,12 +18,12 @@ from web_servers import Answer, html, json_answer, serving, status
 
 from flowtrain.config import Config
 from flowtrain.config.search import Corpus
+from flowtrain.records import UserError
 from flowtrain.tools import Tool, run_tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.tools.retrieval import index as index_module
 from flowtrain.tools.retrieval.corpus import open_corpus
 from flowtrain.tools.retrieval.index import ensure_index
-from flowtrain.types import UserError
 
 ROWS: list[dict[str, Any]] = [
     {"text": "Mali is a country in West Africa.", "title": "Mali"},

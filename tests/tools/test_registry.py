@@ -11,12 +11,12 @@ from toy_options import toy
 
 from flowtrain.config import Config
 from flowtrain.config.search import WebSearch
-from flowtrain.engines.chat_engines import make_chat_engines
+from flowtrain.inference.chat_engines import make_chat_engines
+from flowtrain.records import UserError
 from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.sets import TaskSet
 from flowtrain.tools import registry
 from flowtrain.tools.registry import make_tools
-from flowtrain.types import UserError
 from tests.packages import lay_out
 
 TASKS = TaskSet((), {}, ("The area of Chad is 1284.", "The area of Mali is 1240."))

@@ -16,6 +16,7 @@ import pytest
 from test_sandbox_processes import until
 
 from flowtrain.config import Agent
+from flowtrain.records import UserError
 from flowtrain.tools.sandbox import (
     bubblewrap,
     confine_checkers,
@@ -27,7 +28,6 @@ from flowtrain.tools.sandbox import (
 )
 from flowtrain.tools.sandbox.host import ProcessSandbox
 from flowtrain.tools.sandbox.server import Backend
-from flowtrain.types import UserError
 from tests.attacks.sandboxes import WHY_NO_BUBBLEWRAP, needs_bubblewrap, outcome, server_pid
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linux's")

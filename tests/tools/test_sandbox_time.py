@@ -9,10 +9,10 @@ import pytest
 
 from flowtrain.agents.agentflow.executor import Executor
 from flowtrain.config import Config
+from flowtrain.records import Action
 from flowtrain.tools import ToolContext, python_coder, run_tool
 from flowtrain.tools.python_coder import PythonCoder
 from flowtrain.tools.sandbox.host import ProcessSandbox, Ran
-from flowtrain.types import Action
 from tests.attacks.sandboxes import KINDS, backend
 
 pytestmark = [

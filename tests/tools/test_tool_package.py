@@ -18,7 +18,7 @@ from flowtrain.agents.agentflow.planner import Plan
 from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.config.options import parse
 from flowtrain.tasks.sets import TaskSet
-from flowtrain.types import Action, Call, FinishReason, Task
+from flowtrain.records import Action, Call, FinishReason, Task
 
 class Planner:
     async def plan(self, task, memory, turn, seed, deadline_s):

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowtrain.records import ToolResult, UserError
 from flowtrain.tools import Parameter, Tool, ToolCard, ToolError, run_tool, schema_of
 from flowtrain.tools.base import shorten
 from flowtrain.tools.search import Search
-from flowtrain.types import ToolResult, UserError
 from tests import virtual_time
 
 

@@ -23,11 +23,11 @@ from web_servers import (
     status,
 )
 
+from flowtrain.records import UserError
 from flowtrain.tools import ToolError
 from flowtrain.tools.web import api as api_module
 from flowtrain.tools.web.api import Api, Request, key_from_env
-from flowtrain.types import UserError
-from flowtrain.utils.loops import run_to_end
+from flowtrain.utils.event_loop import run_to_end
 
 GOOD = json_answer({"ok": True})
 

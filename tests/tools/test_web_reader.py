@@ -27,7 +27,8 @@ from web_servers import (
 )
 
 from flowtrain.config import Config
-from flowtrain.engines.protocol import EngineError
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import ToolResult, UserError
 from flowtrain.tools import run_tool, web_reader
 from flowtrain.tools.registry import make_tools
 from flowtrain.tools.retrieval.dense import embedder
@@ -36,7 +37,6 @@ from flowtrain.tools.web.cache import Cache
 from flowtrain.tools.web.extract import Extractor
 from flowtrain.tools.web.fetch import Fetcher
 from flowtrain.tools.web_reader import MAX_BYTES, HttpPages, WebReader
-from flowtrain.types import ToolResult, UserError
 
 URL = "http://site.example/river"
 FILLER = (

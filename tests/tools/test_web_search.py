@@ -12,10 +12,10 @@ from make import Chat
 from web_servers import Answer, Server, json_answer, serving, status
 
 from flowtrain.config import Config
-from flowtrain.engines.protocol import EngineError
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import ToolResult, UserError
 from flowtrain.tools import Tool, run_tool
 from flowtrain.tools.registry import make_tools
-from flowtrain.types import ToolResult, UserError
 
 # serper.dev, playground: web search
 SERPER = {

@@ -13,11 +13,11 @@ from make import Chat
 from web_servers import Answer, Server, html, json_answer, serving, status
 
 from flowtrain.config import Config
-from flowtrain.engines.protocol import EngineError
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import ToolResult, UserError
 from flowtrain.tools import Tool, run_tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.tools.wikipedia_search import parse_choice
-from flowtrain.types import ToolResult, UserError
 
 
 def wiki_page(index: int, title: str, extract: str | None) -> dict[str, Any]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from flowkernels import LossSpec
 
-from flowtrain.training import lm_head
-from flowtrain.training import model as models
-from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.world import World
+from flowtrain.trainer import lm_head
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.trainer import OptimSpec, Trainer
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from flowkernels import LossSpec
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from flowtrain.training import model as models
-from flowtrain.training.trainer import Trainer
-from flowtrain.training.tree import PackedRow
-from flowtrain.types import Sample
+from flowtrain.records import Sample
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.packing import PackedRow
+from flowtrain.trainer.trainer import Trainer
 
 FULL_LOSS = LossSpec(clip_low=0.2, clip_high=0.3, dual_clip=3.0, kl_coef=0.1, entropy_coef=0.05)
 TOLERANCE = 2e-6

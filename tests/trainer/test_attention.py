@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from flowtrain.training.attention import forest_attention
-from flowtrain.training.forest import Forest
+from flowtrain.trainer.attention.forest import Forest
+from flowtrain.trainer.attention.registration import forest_attention
 
 
 def dense_attention(

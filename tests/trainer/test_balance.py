@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flowtrain.training import balance as balancing
-from flowtrain.training.balance import assign, balance
-from flowtrain.training.tree import PackedRow, empty_row, pack_row, pack_rows
-from flowtrain.training.world import World
-from flowtrain.types import SampleId, SamplingMask
+from flowtrain.records import SampleId, SamplingMask
+from flowtrain.trainer import balance as balancing
+from flowtrain.trainer.balance import assign, balance
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.packing import PackedRow, empty_row, pack_row, pack_rows
 
 costs_of_ranks = st.lists(st.lists(st.integers(1, 100), max_size=5), min_size=1, max_size=4)
 

@@ -21,10 +21,10 @@ from bench import attention as bench
 from bench import tree_attention
 from bench.attention import Case, cases, measure_way, way_of
 from bench.tree_attention import RootTree, SplitTree, heavy_first
-from flowtrain.training.flex import BLOCK, FlexTree, padded
-from flowtrain.training.forest import Forest
-from flowtrain.training.tree import PackedRow, pack_row
-from flowtrain.types import Sample
+from flowtrain.records import Sample
+from flowtrain.trainer.attention.flex import BLOCK, FlexTree, padded
+from flowtrain.trainer.attention.forest import Forest
+from flowtrain.trainer.packing import PackedRow, pack_row
 
 CPU = torch.device("cpu")
 SHAPE = (4, 2, 16)

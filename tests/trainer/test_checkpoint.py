@@ -20,15 +20,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
-from flowtrain import toy
-from flowtrain.engines.factory import ModelSpec
-from flowtrain.engines.requests import stop_ids
-from flowtrain.training import checkpoint
-from flowtrain.training import model as models
-from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import PackedRow, pack_rows
-from flowtrain.training.world import World
-from flowtrain.types import Sample, UserError
+from flowtrain.inference.factory import ModelSpec
+from flowtrain.inference.requests import stop_ids
+from flowtrain.records import Sample, UserError
+from flowtrain.trainer import checkpoint, toy
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.packing import PackedRow, pack_rows
+from flowtrain.trainer.trainer import OptimSpec, Trainer
 
 ALONE = World(0, 1, torch.device("cpu"))
 STATE = "state/shard-00001-model-00001-of-00001.safetensors"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flowtrain.training.devices import (
+from flowtrain.trainer.devices import (
     PEAK_TFLOPS,
     memory_per_rank,
     peak_tflops,
@@ -40,7 +40,7 @@ def test_the_memory_of_a_freed_tensor_serves_the_next_one() -> None:
     """In threads, too: the embedded engine samples in one. It does not before we ask for it."""
     code = """
 import os, resource, threading, torch
-from flowtrain.training.devices import keep_freed_memory
+from flowtrain.trainer.devices import keep_freed_memory
 def new_pages(num_mib):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(num_mib << 18)
@@ -81,7 +81,7 @@ for is_kept in (False, True):
 def test_threads_are_those_that_were_asked_for(
     ranks: str, omp: str, asked: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowtrain.training.devices.usable_cores", lambda: 8)
+    monkeypatch.setattr("flowtrain.trainer.devices.usable_cores", lambda: 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     monkeypatch.setenv("OMP_NUM_THREADS", omp)
     assert threads_per_rank(asked) == expected

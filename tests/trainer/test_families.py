@@ -26,9 +26,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.families import TRAINED, config_of, parity, samples
-from flowtrain.training.flex import padded
-from flowtrain.training.tree import pack_rows
-from flowtrain.types import Sample
+from flowtrain.records import Sample
+from flowtrain.trainer.attention.flex import padded
+from flowtrain.trainer.packing import pack_rows
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cpu" / "families.json"
 WINDOWED = [name for name in ("gemma3_text", "gpt_oss", "granite_swa", "mistral") if name in CASES]

@@ -24,17 +24,12 @@ from flowkernels import LossSpec
 from gradients import TOLERANCE, Plain, distance, gradient_of
 from transformers import AutoModelForCausalLM
 
-from flowtrain import toy
 from flowtrain.agents.agentflow.build import make_policy
 from flowtrain.agents.agentflow.prompts import CHAT_TEMPLATE
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.collect import collect
 from flowtrain.agents.registry import load_kind
-from flowtrain.tools.search import Search
-from flowtrain.training import model as models
-from flowtrain.training.trainer import Trainer
-from flowtrain.training.tree import pack_rows
-from flowtrain.types import (
+from flowtrain.records import (
     Completion,
     FinishReason,
     Group,
@@ -44,6 +39,11 @@ from flowtrain.types import (
     Task,
     VersionSpan,
 )
+from flowtrain.tools.search import Search
+from flowtrain.trainer import toy
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.packing import pack_rows
+from flowtrain.trainer.trainer import Trainer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_agent.py"
 PROGRAM = EXAMPLE.parent / "gateway" / "plain.py"

@@ -17,15 +17,17 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from flowtrain.training import attention, flex, sharding
-from flowtrain.training import model as models
-from flowtrain.training.attention import forest_attention, name_of, structure_of
-from flowtrain.training.flex import BLOCK, FlexTree, padded
-from flowtrain.training.forest import Forest
-from flowtrain.training.row_loss import forward_rows
-from flowtrain.training.tree import pack_row
-from flowtrain.training.world import World
-from flowtrain.types import Sample, UserError
+from flowtrain.records import Sample, UserError
+from flowtrain.trainer import sharding
+from flowtrain.trainer.attention import flex
+from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.attention.flex import BLOCK, FlexTree, padded
+from flowtrain.trainer.attention.forest import Forest
+from flowtrain.trainer.attention.registration import forest_attention, name_of, structure_of
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.packing import pack_row
+from flowtrain.trainer.row_loss import forward_rows
 
 FORESTS = {
     "one chain": torch.full((4 * BLOCK,), 4 * BLOCK),

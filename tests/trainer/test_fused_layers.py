@@ -14,12 +14,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from bench.families import SHAPE
 from flowtrain.config import Lora
-from flowtrain.training.attention import NAME
-from flowtrain.training.forest import Forest
-from flowtrain.training.fused_layers import fuse_layers, fused_text
-from flowtrain.training.lora import add_adapter
-from flowtrain.training.sharding import ShardSpec, recompute_layers, shard
-from flowtrain.training.world import World
+from flowtrain.trainer.attention.forest import Forest
+from flowtrain.trainer.attention.registration import NAME
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model.fused_layers import fuse_layers, fused_text
+from flowtrain.trainer.model.lora import add_adapter
+from flowtrain.trainer.sharding import ShardSpec, recompute_layers, shard
 
 ALL = "9 norms, 2 rotary embeddings, 2 gated MLPs"
 WAYS: dict[str, Callable[[PreTrainedModel], None]] = {

@@ -15,7 +15,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from bench.layers import saved_bytes
-from flowtrain.training.grouped_experts import NAME
+from flowtrain.trainer.model.grouped_experts import NAME
 
 NUM_EXPERTS, SIZE = 6, 16
 KINDS = ("plain", "transposed, with biases and a gate of its own")

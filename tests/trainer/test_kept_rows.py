@@ -15,12 +15,12 @@ from batches import random_samples
 from flowkernels import LossSpec
 from gradients import FULL_LOSS, TOLERANCE, Plain, distance, gradient_of, reference_of
 
-from flowtrain.engines.torch_engine import TorchEngine
-from flowtrain.training import model as models
-from flowtrain.training.lm_head import fused_head
-from flowtrain.training.trainer import Trainer
-from flowtrain.training.tree import empty_row, pack_row, pack_rows
-from flowtrain.types import Completion, Sample, Sampling, SamplingMask
+from flowtrain.inference.torch_engine import TorchEngine
+from flowtrain.records import Completion, Sample, Sampling, SamplingMask
+from flowtrain.trainer.lm_head import fused_head
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.packing import empty_row, pack_row, pack_rows
+from flowtrain.trainer.trainer import Trainer
 from flowtrain.weights import WeightStore
 
 MakeTrainer = Callable[..., Trainer]

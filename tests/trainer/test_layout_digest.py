@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain import toy
 from flowtrain.config import Lora
-from flowtrain.engines.factory import ModelSpec
-from flowtrain.training import model as models
-from flowtrain.training.model import layout_digest
+from flowtrain.inference.factory import ModelSpec
+from flowtrain.trainer import toy
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.model.loading import layout_digest
 
 
 def policy(

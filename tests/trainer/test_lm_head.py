@@ -9,12 +9,13 @@ from flowkernels import LossSpec
 from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
-from flowtrain.training import attention, lm_head
-from flowtrain.training import model as models
-from flowtrain.training import row_loss as losses
-from flowtrain.training.row_loss import forward_rows, row_loss, score_row
-from flowtrain.training.tree import pack_row
-from flowtrain.types import Sample
+from flowtrain.records import Sample
+from flowtrain.trainer import lm_head
+from flowtrain.trainer import row_loss as losses
+from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.packing import pack_row
+from flowtrain.trainer.row_loss import forward_rows, row_loss, score_row
 
 SPECS = [
     LossSpec(),

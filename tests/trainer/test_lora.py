@@ -19,14 +19,15 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from flowtrain.config import Lora
-from flowtrain.training import checkpoint, lora, sharding
-from flowtrain.training import model as models
-from flowtrain.training.cost import ForwardCost
-from flowtrain.training.step_metrics import StepMetrics
-from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import PackedRow, pack_rows
-from flowtrain.training.world import World
-from flowtrain.types import Sample, UserError
+from flowtrain.records import Sample, UserError
+from flowtrain.trainer import checkpoint, sharding
+from flowtrain.trainer.cost import ForwardCost
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.model import lora
+from flowtrain.trainer.packing import PackedRow, pack_rows
+from flowtrain.trainer.step_metrics import StepMetrics
+from flowtrain.trainer.trainer import OptimSpec, Trainer
 from flowtrain.utils.commands import end_process
 
 LORA = Lora(rank=4, alpha=8.0)

@@ -12,11 +12,11 @@ from batches import random_samples
 from flowkernels import LossSpec
 from torch import Tensor
 
-from flowtrain.training.row_loss import forward_rows
-from flowtrain.training.step_metrics import StepMetrics
-from flowtrain.training.trainer import Trainer
-from flowtrain.training.tree import PackedRow, pack_row, pack_rows
-from flowtrain.types import Sample
+from flowtrain.records import Sample
+from flowtrain.trainer.packing import PackedRow, pack_row, pack_rows
+from flowtrain.trainer.row_loss import forward_rows
+from flowtrain.trainer.step_metrics import StepMetrics
+from flowtrain.trainer.trainer import Trainer
 
 MakeTrainer = Callable[..., Trainer]
 

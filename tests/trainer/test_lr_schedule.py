@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowtrain.training.lr_schedule import linear, warmed_up
+from flowtrain.trainer.lr_schedule import linear, warmed_up
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 1])

@@ -18,11 +18,11 @@ from flowkernels import FutureRatio, LossSpec, future_aware, future_factor
 from gradients import TOLERANCE, distance, gradient_of, reference_of
 from torch import Tensor
 
-from flowtrain.training.minibatch_factor import MinibatchFactor
-from flowtrain.training.row_loss import forward_rows
-from flowtrain.training.trainer import Trainer
-from flowtrain.training.tree import pack_row, pack_rows
-from flowtrain.types import Sample, SampleId
+from flowtrain.records import Sample, SampleId
+from flowtrain.trainer.minibatch_factor import MinibatchFactor
+from flowtrain.trainer.packing import pack_row, pack_rows
+from flowtrain.trainer.row_loss import forward_rows
+from flowtrain.trainer.trainer import Trainer
 
 MakeTrainer = Callable[..., Trainer]
 

@@ -12,10 +12,10 @@ from batches import random_samples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.training.minibatches import split_by_size
-from flowtrain.training.tree import pack
-from flowtrain.training.world import World
-from flowtrain.types import Sample, SampleId, TrainBatch
+from flowtrain.records import Sample, SampleId, TrainBatch
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.minibatches import split_by_size
+from flowtrain.trainer.packing import pack
 
 ALONE = World(0, 1, torch.device("cpu"))
 

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.training.mismatch import mismatch_metrics, mismatch_sums
-from flowtrain.training.step_metrics import StepMetrics
-from flowtrain.training.tree import PackedRow, pack_row
-from flowtrain.training.world import World
-from flowtrain.types import Sample, VersionSpan
+from flowtrain.records import Sample, VersionSpan
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.mismatch import mismatch_metrics, mismatch_sums
+from flowtrain.trainer.packing import PackedRow, pack_row
+from flowtrain.trainer.step_metrics import StepMetrics
 
 START = 7
 STATS = ("num_tokens", "entropy", "kl", "ratio", "clipped_low", "clipped_high")

@@ -23,20 +23,22 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bench.families import build, config_of
 from flowtrain.config import Lora
-from flowtrain.engines.torch_engine import TorchEngine
-from flowtrain.setup import memory_plan
-from flowtrain.setup.memory_plan import activations
-from flowtrain.training import attention, experts, lm_head, sharding
-from flowtrain.training import model as models
-from flowtrain.training.cost import ForwardCost
-from flowtrain.training.flex import padded
-from flowtrain.training.lora import add_adapter
-from flowtrain.training.row_loss import row_loss, score_row
-from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import PackedRow, pack_row, pack_rows
-from flowtrain.training.world import World
-from flowtrain.types import Routes, Sample, UserError
-from flowtrain.types.checks import routes_problem
+from flowtrain.inference.torch_engine import TorchEngine
+from flowtrain.records import Routes, Sample, UserError
+from flowtrain.records.checks import routes_problem
+from flowtrain.trainer import lm_head, sharding
+from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.attention.flex import padded
+from flowtrain.trainer.cost import ForwardCost
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import experts
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.model.lora import add_adapter
+from flowtrain.trainer.packing import PackedRow, pack_row, pack_rows
+from flowtrain.trainer.row_loss import row_loss, score_row
+from flowtrain.trainer.setup import memory_plan
+from flowtrain.trainer.setup.memory_plan import activations
+from flowtrain.trainer.trainer import OptimSpec, Trainer
 from flowtrain.utils.commands import end_process
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 

@@ -15,17 +15,17 @@ from transformers import CONFIG_MAPPING, GraniteMoeConfig, LlamaConfig, MistralC
 
 from bench.families import REFUSED, SHAPE, TRAINED, config_of, refusal
 from flowtrain.config import Config, Vllm
-from flowtrain.engines.factory import ModelSpec
-from flowtrain.engines.vllm.process import VllmModel, engine_args
-from flowtrain.setup import memory_plan
-from flowtrain.setup.components import RunComponents
-from flowtrain.training import attention
-from flowtrain.training import model as models
-from flowtrain.training.attention import forest_attention, windows_of
-from flowtrain.training.forest import Forest
-from flowtrain.training.model_check import check_config, load_config
-from flowtrain.training.world import World
-from flowtrain.types import UserError
+from flowtrain.inference.factory import ModelSpec
+from flowtrain.inference.vllm.process import VllmModel, engine_args
+from flowtrain.records import UserError
+from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.attention.forest import Forest
+from flowtrain.trainer.attention.registration import forest_attention, windows_of
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.model.check import check_config, load_config
+from flowtrain.trainer.setup import memory_plan
+from flowtrain.trainer.setup.components import RunComponents
 
 ROOT = Path(__file__).resolve().parents[2]
 HARMLESS = ("GenerationConfig", "PeftConfig", "PeftModel")

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5ForCondit
 from transformers.models.qwen3_5 import Qwen3_5Config
 
 from flowtrain.config import Lora
-from flowtrain.engines.factory import ModelSpec
-from flowtrain.training import model as models
-from flowtrain.training.model_files import reading
-from flowtrain.types import UserError
+from flowtrain.inference.factory import ModelSpec
+from flowtrain.records import UserError
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.model.files import reading
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 UP = "model.layers.0.mlp.up_proj.weight"

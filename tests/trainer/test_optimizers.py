@@ -18,15 +18,14 @@ from safetensors.torch import load_file, save_file
 from safetensors.torch import save as pack_tensors
 from torch import Tensor, nn
 
-from flowtrain import toy
 from flowtrain.config import Config
-from flowtrain.training import checkpoint, sharding
-from flowtrain.training import model as models
-from flowtrain.training.optimizers import KINDS, Part, ShardOptimizer
-from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import pack_rows
-from flowtrain.training.world import World
-from flowtrain.types import Sample, UserError
+from flowtrain.records import Sample, UserError
+from flowtrain.trainer import checkpoint, sharding, toy
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.optimizers import KINDS, Part, ShardOptimizer
+from flowtrain.trainer.packing import pack_rows
+from flowtrain.trainer.trainer import OptimSpec, Trainer
 from flowtrain.utils.commands import end_process
 
 NUM_STEPS = 4

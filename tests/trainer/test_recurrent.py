@@ -31,22 +31,23 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from bench.families import samples
-from flowtrain.engines.torch_engine import TorchEngine
-from flowtrain.setup import memory_plan
-from flowtrain.setup.memory_plan import activations
-from flowtrain.toy import new_model
-from flowtrain.training import delta_net, sharding
-from flowtrain.training import model as models
-from flowtrain.training.attention import NAME, structure_of
-from flowtrain.training.cost import ForwardCost
-from flowtrain.training.delta_net import DeltaTree
-from flowtrain.training.flex import padded
-from flowtrain.training.model_check import check_config
-from flowtrain.training.row_loss import score_row
-from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import pack_row, pack_rows
-from flowtrain.training.world import World
-from flowtrain.types import Sample, UserError
+from flowtrain.inference.torch_engine import TorchEngine
+from flowtrain.records import Sample, UserError
+from flowtrain.trainer import sharding
+from flowtrain.trainer.attention.flex import padded
+from flowtrain.trainer.attention.registration import NAME, structure_of
+from flowtrain.trainer.cost import ForwardCost
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import delta_net
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.model.check import check_config
+from flowtrain.trainer.model.delta_net import DeltaTree
+from flowtrain.trainer.packing import pack_row, pack_rows
+from flowtrain.trainer.row_loss import score_row
+from flowtrain.trainer.setup import memory_plan
+from flowtrain.trainer.setup.memory_plan import activations
+from flowtrain.trainer.toy import new_model
+from flowtrain.trainer.trainer import OptimSpec, Trainer
 from flowtrain.utils.commands import end_process
 
 FAMILY = "qwen3_5_text"

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from flowtrain.training import optimizers
-from flowtrain.training.optimizers import ShardOptimizer
-from flowtrain.training.world import World
+from flowtrain.trainer import optimizers
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.optimizers import ShardOptimizer
 
 
 class Drawing(torch.optim.Optimizer):

@@ -12,10 +12,10 @@ import pytest
 from flowtrain.config import Config
 from flowtrain.config.options import parse, to_toml
 from flowtrain.config.shipped import PLANNER
-from flowtrain.setup.components import load_trained_policy
+from flowtrain.records import UserError
 from flowtrain.tasks.sets import task_set
-from flowtrain.training.model import load_tokenizer
-from flowtrain.types import UserError
+from flowtrain.trainer.model.loading import load_tokenizer
+from flowtrain.trainer.setup.components import load_trained_policy
 
 
 def quickstart(*argv: str) -> Config:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from flowtrain.training.step_metrics import StepMetrics
-from flowtrain.training.tree import empty_row, pack_row
-from flowtrain.training.world import World
-from flowtrain.types import Sample
+from flowtrain.records import Sample
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.packing import empty_row, pack_row
+from flowtrain.trainer.step_metrics import StepMetrics
 
 STATS = ("num_tokens_sum", "entropy_sum", "kl_sum", "ratio_sum", "clipped_low_sum")
 STATS += ("clipped_high_sum", "ratio_max", "ratio_min")

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flowtrain.training import model as models
-from flowtrain.training import sharding
-from flowtrain.training.row_loss import forward_rows
-from flowtrain.training.step_metrics import StepMetrics
-from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import pack_row, pack_rows
-from flowtrain.training.world import World
-from flowtrain.types import Sample, UserError
+from flowtrain.records import Sample, UserError
+from flowtrain.trainer import sharding
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.packing import pack_row, pack_rows
+from flowtrain.trainer.row_loss import forward_rows
+from flowtrain.trainer.step_metrics import StepMetrics
+from flowtrain.trainer.trainer import OptimSpec, Trainer
 
 MakeTrainer = Callable[..., Trainer]
 

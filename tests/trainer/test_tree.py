@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.agentflow_shape import agentflow_samples
-from flowtrain.training import tree
-from flowtrain.training.cost import ForwardCost
-from flowtrain.training.tree import PackedRow, empty_row, pack, pack_row, pack_rows
-from flowtrain.types import Sample
+from flowtrain.records import Sample
+from flowtrain.trainer import packing as tree
+from flowtrain.trainer.cost import ForwardCost
+from flowtrain.trainer.packing import PackedRow, empty_row, pack, pack_row, pack_rows
 
 
 @st.composite

@@ -12,12 +12,12 @@ from gradients import FULL_LOSS, TOLERANCE, Plain, distance, gradient_of, refere
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flowtrain.training import model as models
-from flowtrain.training import sharding
-from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import pack_row, pack_rows
-from flowtrain.training.world import World
-from flowtrain.types import Sample
+from flowtrain.records import Sample
+from flowtrain.trainer import sharding
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.packing import pack_row, pack_rows
+from flowtrain.trainer.trainer import OptimSpec, Trainer
 
 MakeTrainer = Callable[..., Trainer]
 

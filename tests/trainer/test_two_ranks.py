@@ -21,16 +21,16 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 from bench.families import SHAPE
-from flowtrain.training import checkpoint, sharding
-from flowtrain.training import model as models
-from flowtrain.training.balance import balance
-from flowtrain.training.cost import ForwardCost
-from flowtrain.training.minibatch_factor import MinibatchFactor
-from flowtrain.training.step_metrics import StepMetrics
-from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import PackedRow, pack
-from flowtrain.training.world import World
-from flowtrain.types import Sample, SampleId, UserError, VersionSpan
+from flowtrain.records import Sample, SampleId, UserError, VersionSpan
+from flowtrain.trainer import checkpoint, sharding
+from flowtrain.trainer.balance import balance
+from flowtrain.trainer.cost import ForwardCost
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.minibatch_factor import MinibatchFactor
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.packing import PackedRow, pack
+from flowtrain.trainer.step_metrics import StepMetrics
+from flowtrain.trainer.trainer import OptimSpec, Trainer
 from flowtrain.utils.commands import end_process
 
 pytestmark = pytest.mark.dist

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from bench.families import TRAINED, config_of, refusal
-from flowtrain.training import model as models
-from flowtrain.training.model_check import check_config, load_config
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.model.check import check_config, load_config
 
 pytestmark = pytest.mark.skipif(
     "qwen3_5" not in CONFIG_MAPPING, reason="this transformers has no Qwen3.5"

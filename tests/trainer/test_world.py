@@ -13,7 +13,7 @@ from ranks import fork, launch
 
 from flowtrain.config import Config
 from flowtrain.config.command import run_command
-from flowtrain.training.world import World
+from flowtrain.trainer.distributed import World
 from flowtrain.utils.commands import end_process
 
 pytestmark = pytest.mark.dist

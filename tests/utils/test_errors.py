@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils.errors import foreign, on_failure
 
 

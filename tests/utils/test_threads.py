@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flowtrain.utils.loops import run_to_end
+from flowtrain.utils.event_loop import run_to_end
 from flowtrain.utils.threads import background
 
 
@@ -122,7 +122,7 @@ def test_the_loop_does_not_wait_for_itself() -> None:
 
 _ENDS = """
 import asyncio, sys, time
-from flowtrain.utils.loops import begin, run_to_end
+from flowtrain.utils.event_loop import begin, run_to_end
 
 async def waits():
     try:

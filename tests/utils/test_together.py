@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from flowtrain.utils.together import Together
+from flowtrain.utils.shared_calls import Together
 
 
 class Doubling:

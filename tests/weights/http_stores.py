@@ -18,7 +18,7 @@ import torch
 from http_servers import running
 from torch import Tensor
 
-from flowtrain.net.serving import address
+from flowtrain.utils.net.serving import address
 from flowtrain.weights import Publisher, PublishOptions, RemoteStore, WeightStore
 from flowtrain.weights.__main__ import main
 from flowtrain.weights.format.files import seal, write_snapshot

@@ -12,7 +12,7 @@ from torch import Tensor
 from bench import loads as bench
 from bench.weights import SHAPES
 from flowtrain._delta import DeltaError
-from flowtrain.engines.vllm.sharded_target import ShardedTarget
+from flowtrain.inference.vllm.sharded_target import ShardedTarget
 from flowtrain.weights.load.target import HostTensors
 
 SMALL = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from http_stores import LAST, fill, same, weights_at
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.weights import StoreError, WeightReader, WeightStore, open_source, pull
 from flowtrain.weights.__main__ import main
 from tests.s3_server import ENVIRONMENT, s3_server

@@ -11,9 +11,9 @@ from ranks import fork, launch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from flowtrain.training import model as models
-from flowtrain.training import sharding
-from flowtrain.training.world import World
+from flowtrain.trainer import sharding
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import loading as models
 from flowtrain.utils.commands import end_process
 from flowtrain.weights import Publisher, PublishOptions, WeightStore, pull
 from flowtrain.weights.publish import publisher as module

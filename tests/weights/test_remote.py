@@ -16,7 +16,7 @@ import pytest
 import torch
 from http_stores import LAST, TOKEN, Answer, Misbehaving, same, weights_at
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.weights import RemoteStore, StoreError, WeightReader, WeightStore, open_source, pull
 from flowtrain.weights.format.manifest import File
 from flowtrain.weights.stores import http, remote, timed_http

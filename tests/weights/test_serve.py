@@ -17,9 +17,9 @@ import pytest
 from http_servers import running
 from http_stores import LAST, TOKEN
 
-from flowtrain.net.credentials import Role, TokenFile, issue, revoke
-from flowtrain.net.serving import address, make_server
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.utils.net.credentials import Role, TokenFile, issue, revoke
+from flowtrain.utils.net.serving import address, make_server
 from flowtrain.weights import WeightStore
 from flowtrain.weights.format.manifest import Manifest
 from flowtrain.weights.stores.serve import make_app

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from weight_samples import chain, same_bits, weights
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.weights import Publisher, SnapshotPolicy, StoreError, WeightStore, pull
 from flowtrain.weights.format.manifest import Manifest
 from flowtrain.weights.stores import folder as store_module

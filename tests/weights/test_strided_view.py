@@ -16,8 +16,8 @@ from toy_model import SHAPES, Toy, held_by, toy_weights
 from weight_samples import same_bits
 
 from flowtrain import _delta
-from flowtrain.engines.vllm.plan import make_plan, prove
-from flowtrain.engines.vllm.sharded_target import LoadPlan, ShardedTarget
+from flowtrain.inference.vllm.plan import make_plan, prove
+from flowtrain.inference.vllm.sharded_target import LoadPlan, ShardedTarget
 from flowtrain.weights import (
     Publisher,
     PublishOptions,

@@ -19,11 +19,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import is_torchvision_available
 from vllm_in_process import SMALL, change, engines, in_process
 
-from flowtrain.engines.vllm import layouts
-from flowtrain.training import attention, delta_net, experts
-from flowtrain.training.row_loss import score_row
-from flowtrain.training.tree import pack_rows
-from flowtrain.types import Sampling, UserError
+from flowtrain.inference.vllm import layouts
+from flowtrain.records import Sampling, UserError
+from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.model import delta_net, experts
+from flowtrain.trainer.packing import pack_rows
+from flowtrain.trainer.row_loss import score_row
 from flowtrain.weights import Publisher, WeightStore
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -209,7 +210,7 @@ def test_routes_outlast_chunks_preemption_and_hits_of_the_cache(
     """Prompts are read in parts, and the cache has room for half of the responses."""
     from vllm import SamplingParams
 
-    from flowtrain.engines.vllm.routes import RouteTable
+    from flowtrain.inference.vllm.routes import RouteTable
 
     model = new_model("qwen3_moe", EXPERTS, torch.float32)
     model.save_pretrained(tmp_path / "0")

@@ -43,14 +43,15 @@ from vllm_in_process import (
 )
 
 from flowtrain import _delta
-from flowtrain.engines.vllm.plan import make_plan, prove
-from flowtrain.engines.vllm.sharded_target import ShardedTarget
-from flowtrain.training import attention, sharding
-from flowtrain.training import model as models
-from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import pack, pack_rows
-from flowtrain.training.world import World
-from flowtrain.types import Sampling, UserError
+from flowtrain.inference.vllm.plan import make_plan, prove
+from flowtrain.inference.vllm.sharded_target import ShardedTarget
+from flowtrain.records import Sampling, UserError
+from flowtrain.trainer import sharding
+from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.packing import pack, pack_rows
+from flowtrain.trainer.trainer import OptimSpec, Trainer
 from flowtrain.weights import (
     Publisher,
     PublishOptions,
@@ -476,7 +477,7 @@ def test_a_model_of_another_kind_is_refused_by_name(at_work: Any, tmp_path: Path
     told = r"the model's loader does not take 'lm_head.weight' \(bfloat16 \(300, 128\)\)"
     with pytest.raises(ValueError, match=told):
         engine.connect(other)
-    from flowtrain.engines.vllm.plugin import refuse_unsupported
+    from flowtrain.inference.vllm.plugin import refuse_unsupported
 
     for name, message in {
         "use_mla": "latent attention",
@@ -517,7 +518,7 @@ def entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flowtrain-entry\nVersion: 0\n")
     (info / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nflowtrain = flowtrain.engines.vllm.plugin:register\n"
+        "[vllm.general_plugins]\nflowtrain = flowtrain.inference.vllm.plugin:register\n"
     )
     paths = [
         str(tmp_path / "site"),
@@ -537,7 +538,7 @@ def test_the_entry_point_is_declared() -> None:
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
         "vllm.general_plugins"
     ]
-    assert points == {"flowtrain": "flowtrain.engines.vllm.plugin:register"}
+    assert points == {"flowtrain": "flowtrain.inference.vllm.plugin:register"}
 
 
 def test_a_request_in_flight_goes_on_across_updates_and_failures(
@@ -572,7 +573,7 @@ async def _serve(
         "dtype": "bfloat16",
     }
     transfer = WeightTransferConfig(backend="sparse_delta")
-    extension = "flowtrain.engines.vllm.plugin.WeightReports"
+    extension = "flowtrain.inference.vllm.plugin.WeightReports"
     llm = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             str(path), weight_transfer_config=transfer, worker_extension_cls=extension, **options

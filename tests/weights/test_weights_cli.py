@@ -14,7 +14,7 @@ import http_stores as hs
 import pytest
 from http_stores import TOKEN, Run, add_snapshot, flip, rewrite, same, weights_at
 
-from flowtrain.net.credentials import Role, issue
+from flowtrain.utils.net.credentials import Role, issue
 from flowtrain.weights import StoreError, WeightStore, open_source, pull
 from flowtrain.weights.stores import http
 

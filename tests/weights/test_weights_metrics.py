@@ -8,7 +8,7 @@ from http_servers import running
 from http_stores import LAST, TOKEN
 from prometheus_text import samples
 
-from flowtrain.net.credentials import Access
+from flowtrain.utils.net.credentials import Access
 from flowtrain.weights import WeightStore
 from flowtrain.weights.stores.serve import make_app, monitor
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from flowtrain.engines.requests import kept_sets
-from flowtrain.engines.vllm.process import sampling_args
-from flowtrain.types import Sample, Sampling, SamplingMask
+from flowtrain.inference.requests import kept_sets
+from flowtrain.inference.vllm.process import sampling_args
+from flowtrain.records import Sample, Sampling, SamplingMask
 from flowtrain.weights import WeightStore
 from flowtrain.weights.format.layout import digest_hex
 
@@ -43,7 +43,7 @@ def in_process() -> Iterator[None]:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         patch.setenv("VLLM_PLUGINS", "")
-        from flowtrain.engines.vllm.plugin import register
+        from flowtrain.inference.vllm.plugin import register
 
         register()
         register()
@@ -93,7 +93,7 @@ class Engine:
             logprobs_mode="processed_logprobs",
             max_logprobs=-1,
             weight_transfer_config=WeightTransferConfig(backend="sparse_delta"),
-            worker_extension_cls="flowtrain.engines.vllm.plugin.WeightReports",
+            worker_extension_cls="flowtrain.inference.vllm.plugin.WeightReports",
             **options,
         )
 

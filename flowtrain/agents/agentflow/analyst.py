@@ -10,11 +10,11 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from flowtrain.engines.chat import ChatEngine
-from flowtrain.engines.protocol import EngineError
+from flowtrain.inference.chat import ChatEngine
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import Task
 from flowtrain.tools.base import shorten
-from flowtrain.types import Task
-from flowtrain.utils.loops import current_call
+from flowtrain.utils.event_loop import current_call
 from flowtrain.utils.seeds import derive_seed
 
 _MAX_CHARS = 8_000

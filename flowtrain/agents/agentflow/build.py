@@ -25,11 +25,11 @@ from flowtrain.agents.agentflow.voices import ChatVoice, Voice
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.policy import Policy, check_own_template, check_prompt
 from flowtrain.agents.registry import AgentKind
-from flowtrain.engines.chat import ChatEngine
-from flowtrain.engines.protocol import Engine
-from flowtrain.engines.token_chat import ChatTokenizer
+from flowtrain.inference.chat import ChatEngine
+from flowtrain.inference.protocol import Engine
+from flowtrain.inference.token_chat import ChatTokenizer
+from flowtrain.records import PolicyName, UserError
 from flowtrain.tools import Tool
-from flowtrain.types import PolicyName, UserError
 
 MODULES = ("analyst", "executor", "verifier", "generator", "refiner")
 """The roles of a flow besides the planner."""

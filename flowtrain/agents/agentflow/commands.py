@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from flowtrain.agents.agentflow.lenient import canonical, cut_end_of_turn
+from flowtrain.records import ToolCall
 from flowtrain.tools import ToolCard
-from flowtrain.types import ToolCall
 from flowtrain.utils.text import encodable
 
 NO_COMMAND = "No command was run."

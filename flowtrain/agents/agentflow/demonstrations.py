@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from flowtrain.agents.agentflow.flow import Flow
 from flowtrain.agents.agentflow.refiner import FullRefinerPrompt
 from flowtrain.agents.policy import Moment
-from flowtrain.engines.special_tokens import encode_plain
-from flowtrain.engines.token_chat import ChatTokenizer, encode_chat, reply_end
-from flowtrain.types import Sample, Trajectory
+from flowtrain.inference.special_tokens import encode_plain
+from flowtrain.inference.token_chat import ChatTokenizer, encode_chat, reply_end
+from flowtrain.records import Sample, Trajectory
 
 
 def refinements(

@@ -14,11 +14,11 @@ from flowtrain.agents.agentflow.commands import fitted, json_object, read_comman
 from flowtrain.agents.agentflow.planner import NO_TOOL
 from flowtrain.agents.agentflow.prompts import tool_text
 from flowtrain.agents.deadlines import Deadline
-from flowtrain.engines.chat import ChatEngine
-from flowtrain.engines.protocol import EngineError
+from flowtrain.inference.chat import ChatEngine
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import Action, ToolCall, ToolResult
 from flowtrain.tools import Tool, ToolCard, run_tool
 from flowtrain.tools.base import shorten
-from flowtrain.types import Action, ToolCall, ToolResult
 
 
 class Executed(NamedTuple):

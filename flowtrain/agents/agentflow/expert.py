@@ -13,8 +13,8 @@ from flowtrain.agents.agentflow.planner import ModelPlanner
 from flowtrain.agents.agentflow.refiner import ModelRefiner, best_passage
 from flowtrain.agents.agentflow.verifier import ModelVerifier
 from flowtrain.agents.policy import Moment, Policy, Prompt
+from flowtrain.records import Action, Call, PlanStep, Task, Verdict
 from flowtrain.tasks.gameof24 import random_expression
-from flowtrain.types import Action, Call, PlanStep, Task, Verdict
 
 T = TypeVar("T")
 

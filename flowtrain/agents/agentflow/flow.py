@@ -27,9 +27,9 @@ from flowtrain.agents.agentflow.refiner import Refiner
 from flowtrain.agents.agentflow.verifier import Verifier
 from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
 from flowtrain.agents.policy import Moment, PromptTooLong, ResponsePrefix
-from flowtrain.engines.protocol import EngineError
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import BranchStart, Call, PolicyName, Task, Trajectory, Turn, Verdict
 from flowtrain.tasks.sub_goals import Hints
-from flowtrain.types import BranchStart, Call, PolicyName, Task, Trajectory, Turn, Verdict
 from flowtrain.utils.seeds import derive_seed
 
 MALFORMED = "the action was malformed"

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from flowtrain.agents.agentflow.lenient import find_answer
 from flowtrain.agents.agentflow.memory import Memory
 from flowtrain.agents.agentflow.prompts import analysis_text, memory_json
-from flowtrain.engines.chat import ChatEngine
+from flowtrain.inference.chat import ChatEngine
+from flowtrain.records import Task
 from flowtrain.tasks.corpus import passage_value
-from flowtrain.types import Task
 
 
 class Answer(NamedTuple):

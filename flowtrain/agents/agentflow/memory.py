@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from flowtrain.agents.agentflow.commands import NO_COMMAND, command_of
+from flowtrain.records import ToolResult, Turn
 from flowtrain.tools.base import shorten
-from flowtrain.types import ToolResult, Turn
 
 
 @dataclass(frozen=True, slots=True)

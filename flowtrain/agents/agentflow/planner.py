@@ -13,7 +13,7 @@ from flowtrain.agents.agentflow.memory import Memory
 from flowtrain.agents.agentflow.prompts import PlannerPrompt
 from flowtrain.agents.agentflow.voices import Voice
 from flowtrain.agents.policy import Moment, Policy, ResponsePrefix
-from flowtrain.types import Action, Call, Task
+from flowtrain.records import Action, Call, Task
 from flowtrain.utils.seeds import derive_seed
 
 NO_TOOL = "No matched tool given: "

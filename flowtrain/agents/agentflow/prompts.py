@@ -18,8 +18,8 @@ from typing import Protocol
 from flowtrain.agents.agentflow.commands import write_command
 from flowtrain.agents.agentflow.memory import Memory
 from flowtrain.agents.policy import Moment, Prompt
+from flowtrain.records import Action
 from flowtrain.tools import Tool, ToolCard
-from flowtrain.types import Action
 
 CHAT_TEMPLATE = """\
 {% if tools %}

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 from flowtrain.agents.agentflow.prompts import compact_steps
 from flowtrain.agents.agentflow.voices import Voice
 from flowtrain.agents.policy import Moment, Prompt, PromptTooLong
-from flowtrain.engines.protocol import EngineError
-from flowtrain.types import Call
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import Call
 from flowtrain.utils.text import words
 
 

@@ -31,9 +31,9 @@ from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.agents.base import Agent
 from flowtrain.agents.policy import Moment, Policy, Prompt
 from flowtrain.config import Config
-from flowtrain.engines.chat import ChatEngine
+from flowtrain.inference.chat import ChatEngine
+from flowtrain.records import Action, Call, FinishReason, PolicyName, Turn, UserError, Verdict
 from flowtrain.tools import Tool
-from flowtrain.types import Action, Call, FinishReason, PolicyName, Turn, UserError, Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Any
 from flowtrain.agents.agentflow.lenient import cut_end_of_turn, find_object
 from flowtrain.agents.agentflow.prompts import analysis_text, compact_steps, memory_json, tools_text
 from flowtrain.agents.policy import Moment
+from flowtrain.records import Verdict
 from flowtrain.tools import Tool
-from flowtrain.types import Verdict
 
 _MAX_CHARS = 20_000
 """Characters of a reply, from its end, that are looked at."""

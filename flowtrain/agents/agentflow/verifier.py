@@ -11,8 +11,8 @@ from flowtrain.agents.agentflow.memory import Memory
 from flowtrain.agents.agentflow.verdicts import read_verdict
 from flowtrain.agents.agentflow.voices import Voice
 from flowtrain.agents.policy import Moment, Prompt
-from flowtrain.engines.protocol import EngineError
-from flowtrain.types import Call, Task, Verdict
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import Call, Task, Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from flowtrain.agents.policy import Moment, Prompt
-from flowtrain.engines.chat import ChatEngine
-from flowtrain.types import Call, FinishReason
+from flowtrain.inference.chat import ChatEngine
+from flowtrain.records import Call, FinishReason
 
 _CHARS_PER_TOKEN = 4
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from flowtrain.agents.chat.conversation import ChatTemplate, Conversation, Message
 from flowtrain.agents.session import Session
-from flowtrain.agents.talking.conversation import ChatTemplate, Conversation, Message
-from flowtrain.types import Call, FinishReason, PolicyName, UserError
+from flowtrain.records import Call, FinishReason, PolicyName, UserError
 
 
 class Chat:

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from flowtrain.engines.special_tokens import special_tokens, unmarked
-from flowtrain.engines.token_chat import TEMPLATE_ERRORS, ChatTokenizer, message_end, reply_end
+from flowtrain.inference.special_tokens import special_tokens, unmarked
+from flowtrain.inference.token_chat import TEMPLATE_ERRORS, ChatTokenizer, message_end, reply_end
 from flowtrain.utils.text import THINK_END
 
 Message = Mapping[str, Any]

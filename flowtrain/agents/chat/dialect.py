@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowtrain.agents.talking.conversation import (
+from flowtrain.agents.chat.conversation import (
     ChatTemplate,
     Conversation,
     Message,
     TemplateRewrites,
 )
-from flowtrain.agents.talking.tool_formats import FORMATS, ToolFormat, WrittenCall, format_of
+from flowtrain.agents.chat.tool_formats import FORMATS, ToolFormat, WrittenCall, format_of
 from flowtrain.config import Config
-from flowtrain.engines.token_chat import ChatTokenizer
-from flowtrain.types import UserError
+from flowtrain.inference.token_chat import ChatTokenizer
+from flowtrain.records import UserError
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from flowtrain.agents.chat.conversation import Message
 from flowtrain.agents.session import RolloutEnded, Session
-from flowtrain.agents.talking.conversation import Message
 from flowtrain.config import Config
+from flowtrain.records import Task, ToolResult, UserError
 from flowtrain.tools import Tool, ToolCard
-from flowtrain.types import Task, ToolResult, UserError
 from flowtrain.utils import plugins
 
 _CLOSE_S = 10.0

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowtrain.agents.base import AgentContext
+from flowtrain.agents.chat.conversation import Message, TemplateRewrites
+from flowtrain.agents.chat.dialect import Dialect
+from flowtrain.agents.chat.environment import Environment, load_maker, opened
+from flowtrain.agents.chat.tool_formats import WrittenCall
 from flowtrain.agents.session import RolloutEnded, Session, SessionAgent
-from flowtrain.agents.talking.conversation import Message, TemplateRewrites
-from flowtrain.agents.talking.dialect import Dialect
-from flowtrain.agents.talking.environment import Environment, load_maker, opened
-from flowtrain.agents.talking.tool_formats import WrittenCall
 from flowtrain.config import Config
-from flowtrain.engines.token_chat import ChatTokenizer
+from flowtrain.inference.token_chat import ChatTokenizer
+from flowtrain.records import Call, FinishReason, UserError
 from flowtrain.tools import ToolCard
-from flowtrain.types import Call, FinishReason, UserError
 from flowtrain.utils.text import THINK_END, without_thinking
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from flowtrain.engines.token_chat import TEMPLATE_ERRORS, render_template
+from flowtrain.inference.token_chat import TEMPLATE_ERRORS, render_template
 from flowtrain.utils.text import THINK_END, encodable
 
 _PYTHON_TAG = "<|python_tag|>"

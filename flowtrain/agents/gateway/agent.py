@@ -11,17 +11,17 @@ import asyncio
 import threading
 
 from flowtrain.agents.base import AgentContext
+from flowtrain.agents.chat.dialect import Dialect
 from flowtrain.agents.deadlines import Cutoff, TurnsEnded
 from flowtrain.agents.gateway.programs import Command, Function, Program
 from flowtrain.agents.gateway.recorder import Recorder
 from flowtrain.agents.gateway.rollout import Outcome, Rollout
 from flowtrain.agents.gateway.server import Gateway, new_key
 from flowtrain.agents.session import RolloutEnded, Session, SessionAgent
-from flowtrain.agents.talking.dialect import Dialect
 from flowtrain.config import Config
-from flowtrain.engines.token_chat import ChatTokenizer
+from flowtrain.inference.token_chat import ChatTokenizer
+from flowtrain.records import BranchStart, Task, Trajectory, UserError
 from flowtrain.tasks.verifiers import COLUMN as VERIFIERS
-from flowtrain.types import BranchStart, Task, Trajectory, UserError
 
 
 class GatewayAgent(SessionAgent):

@@ -1,5 +1,5 @@
 """Rollouts in environments of the package `verifiers`: `gateway.function =
-"flowtrain.agents.gateway.verifiers:solve"`, with the tasks of `tasks.name = "verifiers"`.
+"flowtrain.agents.gateway.hub:solve"`, with the tasks of `tasks.name = "verifiers"`.
 
 Such an environment drives its rollout itself, through any OpenAI-compatible endpoint: the gateway.
 Its own rules then score it.
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from flowtrain.records import Task
 from flowtrain.tasks.verifiers import COLUMN, load_environment
-from flowtrain.types import Task
 
 MAX_EPISODES = 64
 """Episodes under way at a time; each has servers, and often processes, of its own."""

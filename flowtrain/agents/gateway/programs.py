@@ -19,8 +19,8 @@ from typing import Any, Protocol
 from flowtrain.agents.gateway.plain import PREFIX
 from flowtrain.agents.gateway.rollout import Outcome, Rollout
 from flowtrain.config.gateway import Gateway as Options
+from flowtrain.records import Task, UserError
 from flowtrain.tools import BlockingPool
-from flowtrain.types import Task, UserError
 from flowtrain.utils import plugins
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.text import final_answer

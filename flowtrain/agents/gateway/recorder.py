@@ -14,12 +14,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from flowtrain.agents.chat.conversation import Conversation, TemplateRewrites
+from flowtrain.agents.chat.dialect import Dialect
 from flowtrain.agents.gateway.plain import Asked, AskedCall, Message, Refusal, Reply, check_history
 from flowtrain.agents.session import Session
-from flowtrain.agents.talking.conversation import Conversation, TemplateRewrites
-from flowtrain.agents.talking.dialect import Dialect
+from flowtrain.records import Call, FinishReason, ToolCall, ToolResult
 from flowtrain.tools.base import shorten
-from flowtrain.types import Call, FinishReason, ToolCall, ToolResult
 from flowtrain.utils.seeds import derive_seed
 
 MAX_ID = 100

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from flowtrain.agents.gateway.plain import Asked, Refusal, Reply
 from flowtrain.agents.gateway.recorder import Recorder
 from flowtrain.agents.session import RolloutEnded, Session
-from flowtrain.types import Task
-from flowtrain.types.checks import part_problem
+from flowtrain.records import Task
+from flowtrain.records.checks import part_problem
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from flowtrain.agents.gateway.plain import PREFIX, Refusal
 from flowtrain.agents.gateway.rollout import Rollout, over
 from flowtrain.agents.gateway.wires import chat, messages, responses
 from flowtrain.agents.gateway.wires.forms import MAX_SHOWN, Wire
-from flowtrain.net import serving
+from flowtrain.utils.net import serving
 from flowtrain.utils.text import printable
 
 if TYPE_CHECKING:

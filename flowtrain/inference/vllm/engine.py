@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from flowtrain.config import Vllm
-from flowtrain.engines.protocol import EngineError
-from flowtrain.engines.requests import Decodes, check_request, completion
-from flowtrain.engines.vllm.process import VllmModel, check_installed
-from flowtrain.engines.vllm.runner import LOAD_S, AsyncLLMRunner, EngineDied
-from flowtrain.types import Completion, FinishReason, Sample, Sampling
+from flowtrain.inference.protocol import EngineError
+from flowtrain.inference.requests import Decodes, check_request, completion
+from flowtrain.inference.vllm.process import VllmModel, check_installed
+from flowtrain.inference.vllm.runner import LOAD_S, AsyncLLMRunner, EngineDied
+from flowtrain.records import Completion, FinishReason, Sample, Sampling
 from flowtrain.utils.errors import on_failure
 from flowtrain.utils.threads import Ended, background, within
 

@@ -15,5 +15,5 @@ class Executor(MultiprocExecutor):
 
     def _init_executor(self) -> None:
         # For what the import does, and not at the top: the trainer imports this file, too.
-        importlib.import_module("flowtrain.engines.vllm.worker")
+        importlib.import_module("flowtrain.inference.vllm.worker")
         super()._init_executor()

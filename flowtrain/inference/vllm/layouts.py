@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.weights.format.tensor_shards import digest_of
 
 _rearranged: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flowtrain.engines.vllm.sharded_target import LoadPlan, RegionDigests, sum_regions
+from flowtrain.inference.vllm.sharded_target import LoadPlan, RegionDigests, sum_regions
 from flowtrain.weights.format.layout import Digest, Layout
 from flowtrain.weights.format.tensor_shards import digest_of
 from flowtrain.weights.load.strided_view import StridedView

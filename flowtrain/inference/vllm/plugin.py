@@ -45,18 +45,18 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from flowtrain.engines.vllm.layouts import (
+from flowtrain.inference.vllm.layouts import (
     keep_convolutions_plain,
     note_update,
     pack_copies_of_experts,
     refuse_rearranged,
     watch_processing,
 )
-from flowtrain.engines.vllm.plan import make_plan, prove
-from flowtrain.engines.vllm.sharded_target import LoadPlan, ShardedTarget
-from flowtrain.net.serving import TOKEN_VARIABLE
-from flowtrain.types import UserError
+from flowtrain.inference.vllm.plan import make_plan, prove
+from flowtrain.inference.vllm.sharded_target import LoadPlan, ShardedTarget
+from flowtrain.records import UserError
 from flowtrain.utils.errors import text_of
+from flowtrain.utils.net.serving import TOKEN_VARIABLE
 from flowtrain.weights.format.layout import Digest, add, digest_hex
 from flowtrain.weights.load.reader import Loaded, WeightReader
 from flowtrain.weights.load.target import HostTensors, Target
@@ -257,7 +257,7 @@ class SparseDeltaEngine(WeightTransferEngine):
 
 class WeightReports:
     """Adds methods for `collective_rpc` to a vLLM worker: pass
-    `worker_extension_cls="flowtrain.engines.vllm.plugin.WeightReports"`.
+    `worker_extension_cls="flowtrain.inference.vllm.plugin.WeightReports"`.
     """
 
     weight_transfer_engine: Any

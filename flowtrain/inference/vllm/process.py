@@ -20,7 +20,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 
 from flowtrain.config import Vllm
-from flowtrain.types import Sampling, UserError
+from flowtrain.records import Sampling, UserError
 from flowtrain.weights.format.adapters import AdapterSpec
 
 ERROR_FILE = "FLOWTRAIN_VLLM_ERRORS"
@@ -198,8 +198,8 @@ def engine_args(model: VllmModel, options: Vllm) -> dict[str, Any]:
         "tensor_parallel_size": options.tensor_parallel_size,
         "distributed_executor_backend": "uni"
         if options.tensor_parallel_size == 1
-        else "flowtrain.engines.vllm.executor.Executor",
-        "worker_extension_cls": "flowtrain.engines.vllm.worker.Worker",
+        else "flowtrain.inference.vllm.executor.Executor",
+        "worker_extension_cls": "flowtrain.inference.vllm.worker.Worker",
         "disable_log_stats": True,
         **device,
     }

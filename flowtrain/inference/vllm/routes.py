@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowtrain.types import Routes, UserError
+from flowtrain.records import Routes, UserError
 
 Sizes = tuple[list[int], int, bool]
 """Layers with a router, experts per token, and whether an expert's number takes two bytes."""

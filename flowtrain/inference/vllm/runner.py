@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flowtrain.config import Vllm
-from flowtrain.engines.requests import Decodes, completion, kept_sets, stop_place
-from flowtrain.engines.vllm.process import (
+from flowtrain.inference.requests import Decodes, completion, kept_sets, stop_place
+from flowtrain.inference.vllm.process import (
     ERROR_FILE,
     VllmModel,
     check_version,
@@ -31,10 +31,10 @@ from flowtrain.engines.vllm.process import (
     sampling_args,
     without_main,
 )
-from flowtrain.engines.vllm.routes import Sizes, routes_of
-from flowtrain.engines.vllm.sampler_entropies import decode
-from flowtrain.engines.vllm.updates import Weights, policies
-from flowtrain.types import Completion, FinishReason, Sample, Sampling, UserError
+from flowtrain.inference.vllm.routes import Sizes, routes_of
+from flowtrain.inference.vllm.sampler_entropies import decode
+from flowtrain.inference.vllm.updates import Weights, policies
+from flowtrain.records import Completion, FinishReason, Sample, Sampling, UserError
 from flowtrain.utils.threads import LoopThread
 from flowtrain.weights.format.manifest import StoreError
 

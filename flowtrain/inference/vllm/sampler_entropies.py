@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 
 _UNIT = 2.0**-20
 """Nats per unit of a rank, which vLLM sends as int32: room for 2048 nats."""

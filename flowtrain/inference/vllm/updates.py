@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flowtrain.engines.vllm.process import VllmModel
-from flowtrain.net.serving import TOKEN_VARIABLE
-from flowtrain.types import UserError
+from flowtrain.inference.vllm.process import VllmModel
+from flowtrain.records import UserError
 from flowtrain.utils.errors import user_error
+from flowtrain.utils.net.serving import TOKEN_VARIABLE
 from flowtrain.weights.format.adapters import AdapterSpec
 from flowtrain.weights.load.reader import Loaded, WeightReader
 from flowtrain.weights.stores.remote import open_source

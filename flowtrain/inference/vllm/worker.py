@@ -14,10 +14,10 @@ import signal
 import sys
 from typing import Any
 
-from flowtrain.engines.vllm import plugin
-from flowtrain.engines.vllm.process import ERROR_FILE
-from flowtrain.engines.vllm.routes import RouteTable, Sizes, sizes_of
-from flowtrain.engines.vllm.sampler_entropies import record
+from flowtrain.inference.vllm import plugin
+from flowtrain.inference.vllm.process import ERROR_FILE
+from flowtrain.inference.vllm.routes import RouteTable, Sizes, sizes_of
+from flowtrain.inference.vllm.sampler_entropies import record
 
 _PR_SET_PDEATHSIG = 1
 

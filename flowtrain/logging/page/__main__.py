@@ -1,7 +1,7 @@
 """A run as a page: its curves, and its rollouts turn by turn.
 
-python -m flowtrain.view runs/texts
-python -m flowtrain.view runs/texts --serve
+python -m flowtrain.logging.page runs/texts
+python -m flowtrain.logging.page runs/texts --serve
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowtrain.metrics.run_dir import atomic_write_text
-from flowtrain.types import UserError
+from flowtrain.logging.page.page import build_page
+from flowtrain.logging.page.serve import Server
+from flowtrain.logging.run_dir import atomic_write_text
+from flowtrain.records import UserError
 from flowtrain.utils.commands import end_on_signals, number
 from flowtrain.utils.terminal import protect_output
-from flowtrain.view.page import build_page
-from flowtrain.view.serve import Server
 
 _PORT = 8450
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m flowtrain.view",
+        prog="python -m flowtrain.logging.page",
         description="Write a run as one HTML file that needs nothing else; or serve it to a "
         "browser while it goes on.",
     )

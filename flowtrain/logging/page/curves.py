@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from flowtrain.metrics.run_dir import atomic_write_bytes
-from flowtrain.metrics.series import Series, read_series
-from flowtrain.view.panels import PANELS, Curve, Panel
+from flowtrain.logging.page.panels import PANELS, Curve, Panel
+from flowtrain.logging.run_dir import atomic_write_bytes
+from flowtrain.logging.series import Series, read_series
 
 # Okabe and Ito's palette: told apart with any kind of colour vision.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")

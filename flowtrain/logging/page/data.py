@@ -8,14 +8,11 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from flowtrain.metrics.jsonl import json_value
-from flowtrain.metrics.series import Series, read_series, total_seconds, total_tokens
-from flowtrain.metrics.tables import comparison_rows
-from flowtrain.types import UserError
-from flowtrain.view.log import LOGS, Place, choose, find_rollouts
-from flowtrain.view.panels import PANELS, STAGES
-from flowtrain.view.rollouts import rollout_record
-from flowtrain.view.run import (
+from flowtrain.logging.jsonl import json_value
+from flowtrain.logging.page.log import LOGS, Place, choose, find_rollouts
+from flowtrain.logging.page.panels import PANELS, STAGES
+from flowtrain.logging.page.rollouts import rollout_record
+from flowtrain.logging.page.run import (
     Config,
     check_run_dir,
     facts,
@@ -24,6 +21,9 @@ from flowtrain.view.run import (
     read_text,
     results,
 )
+from flowtrain.logging.series import Series, read_series, total_seconds, total_tokens
+from flowtrain.logging.tables import comparison_rows
+from flowtrain.records import UserError
 
 T = TypeVar("T")
 

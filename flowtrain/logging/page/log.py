@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flowtrain.metrics.jsonl import read_lines_with_ends
+from flowtrain.logging.jsonl import read_lines_with_ends
 
 LOGS = {"train": "trajectories", "held-out": "held_out"}
 """Split to the name of its log; every rank has a file of its own."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from flowtrain.logging.page.data import Run
 from flowtrain.utils.text import printable
-from flowtrain.view.data import Run
 
 MAX_BYTES = 18_000_000
 """Size of a page that browsers, mail and phones still take."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from flowtrain.metrics.series import Series
-from flowtrain.view.log import spread
+from flowtrain.logging.page.log import spread
+from flowtrain.logging.series import Series
 
 STAGES = ("collect", "branch", "train", "publish", "load", "eval", "other")
 

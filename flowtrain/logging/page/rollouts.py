@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from flowtrain.view.log import Place, is_right
+from flowtrain.logging.page.log import Place, is_right
 
 LONGEST_TEXT = 20_000
 """Characters of a result or an answer; more are cut and counted."""

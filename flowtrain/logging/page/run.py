@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 
 _MARKS = ("manifest.json", "metrics.jsonl", "trajectories.jsonl")
 _FACTS = {

@@ -8,9 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from flowtrain.types import UserError
+from flowtrain.logging.page.page import build_page
+from flowtrain.records import UserError
 from flowtrain.utils.errors import user_error
-from flowtrain.view.page import build_page
 
 _HOST = "127.0.0.1"
 

@@ -6,11 +6,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowtrain.dataflow.ledger.counters import counter_problems
-from flowtrain.dataflow.ledger.schema import meta_row
-from flowtrain.dataflow.ledger.sql import Transaction, connect
-from flowtrain.dataflow.ledger.token_accounts import token_account, token_problems
-from flowtrain.types import TokenAccount, UserError
+from flowtrain.records import TokenAccount, UserError
+from flowtrain.rollouts.ledger.counters import counter_problems
+from flowtrain.rollouts.ledger.schema import meta_row
+from flowtrain.rollouts.ledger.sql import Transaction, connect
+from flowtrain.rollouts.ledger.token_accounts import token_account, token_problems
 
 
 @dataclass(frozen=True, slots=True)

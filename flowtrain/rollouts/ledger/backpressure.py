@@ -11,11 +11,11 @@ from math import inf
 from typing import Any
 
 from flowtrain.config import Dataflow
-from flowtrain.dataflow.contract import LeaseRequest
-from flowtrain.dataflow.ledger.evaluations import is_any_left
-from flowtrain.dataflow.ledger.prompts import num_leased
-from flowtrain.dataflow.ledger.sql import Transaction
-from flowtrain.dataflow.ledger.trainers import is_live, policy_rows
+from flowtrain.rollouts.contract import LeaseRequest
+from flowtrain.rollouts.ledger.evaluations import is_any_left
+from flowtrain.rollouts.ledger.prompts import num_leased
+from flowtrain.rollouts.ledger.sql import Transaction
+from flowtrain.rollouts.ledger.trainers import is_live, policy_rows
 
 
 @dataclass(slots=True)

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowtrain.config import Config, Dataflow
-from flowtrain.dataflow.contract import (
+from flowtrain.rollouts.contract import (
     AssignedGroup,
     Batch,
     BatchRequest,
     Refused,
 )
-from flowtrain.dataflow.ledger.counters import close_shares, count_batch
-from flowtrain.dataflow.ledger.prompts import candidate, num_leased, number_groups
-from flowtrain.dataflow.ledger.schema import locked
-from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
-from flowtrain.dataflow.ledger.trainers import MAX_RANKS, heard_policy, policy_rows
-from flowtrain.dataflow.rules import Candidate, Selector
+from flowtrain.rollouts.ledger.counters import close_shares, count_batch
+from flowtrain.rollouts.ledger.prompts import candidate, num_leased, number_groups
+from flowtrain.rollouts.ledger.schema import locked
+from flowtrain.rollouts.ledger.sql import Database, Transaction, marks
+from flowtrain.rollouts.ledger.trainers import MAX_RANKS, heard_policy, policy_rows
+from flowtrain.rollouts.rules import Candidate, Selector
 from flowtrain.utils.seeds import derive_seed
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from flowtrain.dataflow.ledger.sql import Transaction
+from flowtrain.rollouts.ledger.sql import Transaction
 
 Key = tuple[str, str, str]
 """(policy, what is counted, of which kind): what is one of

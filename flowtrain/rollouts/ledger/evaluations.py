@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowtrain.config import Config
-from flowtrain.dataflow.codec import pack, unpack
-from flowtrain.dataflow.contract import (
+from flowtrain.records import Task
+from flowtrain.rollouts.codec import pack, unpack
+from flowtrain.rollouts.contract import (
     Done,
     EvalResult,
     EvalSettings,
@@ -22,10 +23,9 @@ from flowtrain.dataflow.contract import (
     Lease,
     Refused,
 )
-from flowtrain.dataflow.ledger.schema import locked
-from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
-from flowtrain.dataflow.ledger.trainers import MAX_RANKS, heard_policy
-from flowtrain.types import Task
+from flowtrain.rollouts.ledger.schema import locked
+from flowtrain.rollouts.ledger.sql import Database, Transaction, marks
+from flowtrain.rollouts.ledger.trainers import MAX_RANKS, heard_policy
 
 _MAX_RESULTS = 64
 """Results in an answer."""

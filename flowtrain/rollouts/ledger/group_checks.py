@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from flowtrain.config import Config
-from flowtrain.dataflow.codec import MAX_GROUP_BYTES
-from flowtrain.dataflow.contract import EvalSettings, Refused
-from flowtrain.types import (
+from flowtrain.records import (
     MAX_TOOL_CALLS,
     BranchPoint,
     Call,
@@ -23,7 +21,9 @@ from flowtrain.types import (
     Trajectory,
     Turn,
 )
-from flowtrain.types.checks import length_problem, logprob_problem, part_problem, token_problem
+from flowtrain.records.checks import length_problem, logprob_problem, part_problem, token_problem
+from flowtrain.rollouts.codec import MAX_GROUP_BYTES
+from flowtrain.rollouts.contract import EvalSettings, Refused
 
 _BYTES_PER_TOKEN = 40
 """With its log-prob, its entropy and its text; without those that it was sampled among."""

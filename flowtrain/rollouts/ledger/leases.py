@@ -20,8 +20,9 @@ from math import inf
 from typing import Any
 
 from flowtrain.config import Config, Dataflow
-from flowtrain.dataflow.codec import unpack
-from flowtrain.dataflow.contract import (
+from flowtrain.records import Task
+from flowtrain.rollouts.codec import unpack
+from flowtrain.rollouts.contract import (
     WAITING,
     Done,
     Lease,
@@ -32,25 +33,24 @@ from flowtrain.dataflow.contract import (
     Renewal,
     Renewed,
 )
-from flowtrain.dataflow.ledger.backpressure import Openings
-from flowtrain.dataflow.ledger.counters import kind_of
-from flowtrain.dataflow.ledger.evaluations import (
+from flowtrain.rollouts.ledger.backpressure import Openings
+from flowtrain.rollouts.ledger.counters import kind_of
+from flowtrain.rollouts.ledger.evaluations import (
     evaluation_of,
     is_any_left,
     question,
     take_questions,
 )
-from flowtrain.dataflow.ledger.prompts import Prompts, num_leased
-from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
-from flowtrain.dataflow.ledger.token_accounts import note_sampled
-from flowtrain.dataflow.ledger.trainers import (
+from flowtrain.rollouts.ledger.prompts import Prompts, num_leased
+from flowtrain.rollouts.ledger.sql import Database, Transaction, marks
+from flowtrain.rollouts.ledger.token_accounts import note_sampled
+from flowtrain.rollouts.ledger.trainers import (
     check_layouts,
     check_seconds,
     known_policies,
     policy_rows,
     policy_states,
 )
-from flowtrain.types import Task
 from flowtrain.utils.seeds import derive_seed
 
 MAX_VERSION = 1 << 40

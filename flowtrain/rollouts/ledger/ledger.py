@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from flowtrain.config import Config
-from flowtrain.dataflow.contract import Unavailable
-from flowtrain.dataflow.ledger.audit import Audit, audit
-from flowtrain.dataflow.ledger.backpressure import Openings, read_openings
-from flowtrain.dataflow.ledger.batches import Batches
-from flowtrain.dataflow.ledger.evaluations import Evaluations
-from flowtrain.dataflow.ledger.leases import LeaseBook
-from flowtrain.dataflow.ledger.nodes import Nodes
-from flowtrain.dataflow.ledger.prompts import Cursor, Prompts, TaskOrder
-from flowtrain.dataflow.ledger.pushes import Pushes
-from flowtrain.dataflow.ledger.report import report
-from flowtrain.dataflow.ledger.schema import prepare
-from flowtrain.dataflow.ledger.sql import connect
-from flowtrain.dataflow.ledger.trainers import Trainers
-from flowtrain.dataflow.pool_size import PoolSize
-from flowtrain.dataflow.rules import Rules, load
+from flowtrain.records import UserError
+from flowtrain.rollouts.contract import Unavailable
+from flowtrain.rollouts.ledger.audit import Audit, audit
+from flowtrain.rollouts.ledger.backpressure import Openings, read_openings
+from flowtrain.rollouts.ledger.batches import Batches
+from flowtrain.rollouts.ledger.evaluations import Evaluations
+from flowtrain.rollouts.ledger.leases import LeaseBook
+from flowtrain.rollouts.ledger.nodes import Nodes
+from flowtrain.rollouts.ledger.prompts import Cursor, Prompts, TaskOrder
+from flowtrain.rollouts.ledger.pushes import Pushes
+from flowtrain.rollouts.ledger.report import report
+from flowtrain.rollouts.ledger.schema import prepare
+from flowtrain.rollouts.ledger.sql import connect
+from flowtrain.rollouts.ledger.trainers import Trainers
+from flowtrain.rollouts.pool_size import PoolSize
+from flowtrain.rollouts.rules import Rules, load
 from flowtrain.tasks.sets import task_set
-from flowtrain.types import UserError
 
 
 class Ledger:

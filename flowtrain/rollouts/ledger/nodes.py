@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
-from flowtrain.dataflow.contract import Join, Joined, Refused
-from flowtrain.dataflow.ledger.leases import end_leases_of
-from flowtrain.dataflow.ledger.schema import locked
-from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
-from flowtrain.dataflow.ledger.trainers import check_layouts, known_policies, policy_states
+from flowtrain.rollouts.contract import Join, Joined, Refused
+from flowtrain.rollouts.ledger.leases import end_leases_of
+from flowtrain.rollouts.ledger.schema import locked
+from flowtrain.rollouts.ledger.sql import Database, Transaction, marks
+from flowtrain.rollouts.ledger.trainers import check_layouts, known_policies, policy_states
 
 _log = logging.getLogger(__name__)
 _RETIRED_S = 3600.0

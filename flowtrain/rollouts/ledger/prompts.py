@@ -20,12 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from flowtrain.dataflow.codec import pack, unpack
-from flowtrain.dataflow.ledger.schema import locked
-from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
-from flowtrain.dataflow.rules import Candidate, Outcome, PromptFilter
-from flowtrain.dataflow.rules.builtin import AllPrompts
-from flowtrain.types import Task
+from flowtrain.records import Task
+from flowtrain.rollouts.codec import pack, unpack
+from flowtrain.rollouts.ledger.schema import locked
+from flowtrain.rollouts.ledger.sql import Database, Transaction, marks
+from flowtrain.rollouts.rules import Candidate, Outcome, PromptFilter
+from flowtrain.rollouts.rules.builtin import AllPrompts
 from flowtrain.utils.seeds import derive_uniform
 
 _MAX_DRAWS = 1000

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowtrain.config import Config
-from flowtrain.dataflow.codec import decoded, inflated, unpack
-from flowtrain.dataflow.contract import Push, Pushed, Refused, Unavailable
-from flowtrain.dataflow.ledger.counters import count_groups
-from flowtrain.dataflow.ledger.evaluations import evaluation_of, settings_of
-from flowtrain.dataflow.ledger.group_checks import (
+from flowtrain.records import Task
+from flowtrain.rollouts.codec import decoded, inflated, unpack
+from flowtrain.rollouts.contract import Push, Pushed, Refused, Unavailable
+from flowtrain.rollouts.ledger.counters import count_groups
+from flowtrain.rollouts.ledger.evaluations import evaluation_of, settings_of
+from flowtrain.rollouts.ledger.group_checks import (
     NO_TOKENS,
     GroupLimits,
     Summary,
     TrainedTokens,
 )
-from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
-from flowtrain.dataflow.ledger.token_accounts import note_group, note_sampled
-from flowtrain.dataflow.rules import GroupFilter, Outcome
-from flowtrain.types import Task
+from flowtrain.rollouts.ledger.sql import Database, Transaction, marks
+from flowtrain.rollouts.ledger.token_accounts import note_group, note_sampled
+from flowtrain.rollouts.rules import GroupFilter, Outcome
 
 _LARGE = threading.Lock()
 _LARGE_BYTES = 8 << 20

@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 from flowtrain.config import Dataflow
-from flowtrain.dataflow.ledger.counters import read_counters
-from flowtrain.dataflow.ledger.prompts import num_leased
-from flowtrain.dataflow.ledger.sql import Transaction
-from flowtrain.dataflow.ledger.token_accounts import token_account
-from flowtrain.dataflow.ledger.trainers import is_live, policy_rows
+from flowtrain.rollouts.ledger.counters import read_counters
+from flowtrain.rollouts.ledger.prompts import num_leased
+from flowtrain.rollouts.ledger.sql import Transaction
+from flowtrain.rollouts.ledger.token_accounts import token_account
+from flowtrain.rollouts.ledger.trainers import is_live, policy_rows
 
 _RECENT_S = 60.0
 """Seconds that rates are averaged over."""

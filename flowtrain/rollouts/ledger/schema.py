@@ -27,8 +27,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from flowtrain.dataflow.ledger.sql import Database, Transaction
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.rollouts.ledger.sql import Database, Transaction
 
 VERSION = 8
 """Of the tables: one more with every change of them."""

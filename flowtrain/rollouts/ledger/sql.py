@@ -20,8 +20,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
 
-from flowtrain.dataflow.contract import Refused, Unavailable
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.rollouts.contract import Refused, Unavailable
 from flowtrain.utils.sqlite import use_write_ahead_log
 
 WAIT_S = 30.0

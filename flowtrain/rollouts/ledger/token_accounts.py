@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flowtrain.config import Config
-from flowtrain.dataflow.contract import Refused
-from flowtrain.dataflow.ledger.counters import FATE_OF, batch_tokens, process, read_counters
-from flowtrain.dataflow.ledger.group_checks import GroupTokens
-from flowtrain.dataflow.ledger.sql import Transaction, marks
-from flowtrain.types import TokenAccount
-from flowtrain.types.token_account import LOST
+from flowtrain.records import TokenAccount
+from flowtrain.records.token_account import LOST
+from flowtrain.rollouts.contract import Refused
+from flowtrain.rollouts.ledger.counters import FATE_OF, batch_tokens, process, read_counters
+from flowtrain.rollouts.ledger.group_checks import GroupTokens
+from flowtrain.rollouts.ledger.sql import Transaction, marks
 
 _MOST = 1 << 53
 _MAX_REASONS = 32

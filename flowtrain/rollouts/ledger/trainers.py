@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowtrain.config import Config, Dataflow
-from flowtrain.dataflow.contract import Done, PolicyState, Progress, Refused, Register, Registered
-from flowtrain.dataflow.ledger.prompts import number_groups
-from flowtrain.dataflow.ledger.schema import locked
-from flowtrain.dataflow.ledger.sql import Database, Transaction, marks
-from flowtrain.dataflow.ledger.token_accounts import note_batch
+from flowtrain.rollouts.contract import Done, PolicyState, Progress, Refused, Register, Registered
+from flowtrain.rollouts.ledger.prompts import number_groups
+from flowtrain.rollouts.ledger.schema import locked
+from flowtrain.rollouts.ledger.sql import Database, Transaction, marks
+from flowtrain.rollouts.ledger.token_accounts import note_batch
 
 MAX_RANKS = 1 << 16
 _BOUNDS = (

@@ -1,6 +1,6 @@
 """A rollout node: makes rollouts for the trainers behind a dataflow until training ends.
 
-    python -m flowtrain.node --dataflow http://trainer:8400
+    python -m flowtrain.rollouts.node --dataflow http://trainer:8400
 
 The node gets the options of the run from the dataflow, leases tasks, rolls each of them out on the
 engine of this machine, scores the answers and pushes the groups; it loads new weights while
@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowtrain.config.options import check_allowed
-from flowtrain.dataflow.contract import Refused, Unavailable
-from flowtrain.engines.protocol import EngineError
-from flowtrain.net.serving import TOKEN_VARIABLE
-from flowtrain.types import Outage, UserError
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import Outage, UserError
+from flowtrain.rollouts.contract import Refused, Unavailable
 from flowtrain.utils.commands import end_on_signals
+from flowtrain.utils.net.serving import TOKEN_VARIABLE
 from flowtrain.utils.terminal import protect_output, say
 
-_COMMAND = "python -m flowtrain.node"
+_COMMAND = "python -m flowtrain.rollouts.node"
 OWN_KEYS = (
     "run.device",
     "run.threads",
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # These import torch, for which --help and mistakes need not wait.
         from tqdm.contrib.logging import logging_redirect_tqdm
 
-        from flowtrain.node.main import run
+        from flowtrain.rollouts.node.main import run
 
         token = os.environ.get(TOKEN_VARIABLE, "")
         with logging_redirect_tqdm():

@@ -14,16 +14,16 @@ from typing import Any
 
 from flowtrain.config import Config
 from flowtrain.config.options import parse_over
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.contract import Refused, Unavailable
-from flowtrain.dataflow.node_client import NodeClient
-from flowtrain.engines.protocol import EngineError
-from flowtrain.node.node import Node
-from flowtrain.node.progress import NodeProgress
-from flowtrain.node.setup import check, make_sampler, store_of
-from flowtrain.node.weight_syncer import PoliciesChanged, WeightSyncer
-from flowtrain.types import Outage, UserError
-from flowtrain.utils.loops import begin, first_of, run_to_end
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import Outage, UserError
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.contract import Refused, Unavailable
+from flowtrain.rollouts.node.node import Node
+from flowtrain.rollouts.node.progress import NodeProgress
+from flowtrain.rollouts.node.setup import check, make_sampler, store_of
+from flowtrain.rollouts.node.weight_syncer import PoliciesChanged, WeightSyncer
+from flowtrain.rollouts.node_client import NodeClient
+from flowtrain.utils.event_loop import begin, first_of, run_to_end
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 10.0
 _ECHO_S = 2.0

@@ -21,8 +21,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from flowtrain.agents.collect import missing
-from flowtrain.dataflow.codec import pack_group
-from flowtrain.dataflow.contract import (
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import BranchPoint, BranchStart, Group, Task, Trajectory, UserError
+from flowtrain.rollouts.codec import pack_group
+from flowtrain.rollouts.contract import (
     EvalSettings,
     Lease,
     Leases,
@@ -31,11 +33,9 @@ from flowtrain.dataflow.contract import (
     Refused,
     Unavailable,
 )
-from flowtrain.dataflow.node_client import LeaseKey, NodeClient, key_of
-from flowtrain.engines.protocol import EngineError
-from flowtrain.node.progress import BusyClock, NodeProgress
-from flowtrain.node.weight_syncer import WeightSyncer
-from flowtrain.types import BranchPoint, BranchStart, Group, Task, Trajectory, UserError
+from flowtrain.rollouts.node.progress import BusyClock, NodeProgress
+from flowtrain.rollouts.node.weight_syncer import WeightSyncer
+from flowtrain.rollouts.node_client import LeaseKey, NodeClient, key_of
 from flowtrain.utils.seeds import derive_seed
 
 _log = logging.getLogger(__name__)

@@ -17,18 +17,18 @@ from flowtrain.agents.base import Agent
 from flowtrain.algorithms import load_algorithm
 from flowtrain.algorithms.base import NodeSampler
 from flowtrain.config import Config
-from flowtrain.dataflow.contract import EvalSettings, PolicyState
-from flowtrain.engines.endpoint import Endpoint
-from flowtrain.engines.endpoint_scorer import EndpointScorer
-from flowtrain.engines.factory import make_engine
-from flowtrain.engines.metered import Meter
-from flowtrain.engines.protocol import Engine, Scorer
 from flowtrain.evaluation.evaluator import scoring_of
-from flowtrain.node.node import Answer, Branching, Rollout
+from flowtrain.inference.endpoint import Endpoint
+from flowtrain.inference.endpoint_scorer import EndpointScorer
+from flowtrain.inference.factory import make_engine
+from flowtrain.inference.metered import Meter
+from flowtrain.inference.protocol import Engine, Scorer
+from flowtrain.records import BranchPoint, BranchStart, Group, Task, Trajectory, UserError
 from flowtrain.rewards import Judge, score_one
-from flowtrain.setup.components import RunComponents
-from flowtrain.training.world import World
-from flowtrain.types import BranchPoint, BranchStart, Group, Task, Trajectory, UserError
+from flowtrain.rollouts.contract import EvalSettings, PolicyState
+from flowtrain.rollouts.node.node import Answer, Branching, Rollout
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.setup.components import RunComponents
 from flowtrain.utils.lock import Lock
 from flowtrain.weights import Source, open_source
 

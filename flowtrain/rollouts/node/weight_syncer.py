@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from flowtrain.dataflow.contract import PolicyState
-from flowtrain.engines.protocol import Engine
-from flowtrain.types import Outage, UserError
+from flowtrain.inference.protocol import Engine
+from flowtrain.records import Outage, UserError
+from flowtrain.rollouts.contract import PolicyState
 from flowtrain.weights import Source, StoreError
 
 _log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flowtrain.dataflow.rules.base import Candidate, Outcome
+from flowtrain.rollouts.rules.base import Candidate, Outcome
 
 
 class AllPrompts:

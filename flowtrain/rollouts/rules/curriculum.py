@@ -16,7 +16,7 @@ from typing import Annotated
 
 from pydantic import Field, validate_call
 
-from flowtrain.dataflow.rules.base import Outcome
+from flowtrain.rollouts.rules.base import Outcome
 
 
 class Curriculum:

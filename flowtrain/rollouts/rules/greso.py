@@ -21,7 +21,7 @@ from typing import Annotated
 
 from pydantic import Field, validate_call
 
-from flowtrain.dataflow.rules.base import Outcome
+from flowtrain.rollouts.rules.base import Outcome
 
 Share = Annotated[float, Field(gt=0, le=1)]
 

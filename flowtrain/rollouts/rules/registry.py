@@ -17,8 +17,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from flowtrain.config import Config
-from flowtrain.dataflow.rules.base import GroupFilter, PromptFilter, Selector
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.rollouts.rules.base import GroupFilter, PromptFilter, Selector
 from flowtrain.utils import plugins
 from flowtrain.utils.errors import foreign
 
@@ -71,7 +71,7 @@ def load(config: Config) -> Rules:
 def _make(key: str, name: str, config: Config) -> Any:
     kind = key.removeprefix("replay_")
     origin, group = f"dataflow.{key}={name!r}", f"flowtrain.{kind}s"
-    built_in = plugins.built_in(group, "flowtrain.dataflow.rules", BUILT_IN[kind])
+    built_in = plugins.built_in(group, "flowtrain.rollouts.rules", BUILT_IN[kind])
     found: Any = plugins.load(name, origin, kind.replace("_", " "), group, built_in)
     with nullcontext() if name in built_in else foreign(f"{origin} cannot be made"):
         rule = _call(name.rpartition(":")[2], found, config.options_of(name))

@@ -17,8 +17,8 @@ from typing import Annotated
 
 from pydantic import Field, validate_call
 
-from flowtrain.dataflow.rules.base import Candidate
-from flowtrain.dataflow.rules.builtin import by_deadline
+from flowtrain.rollouts.rules.base import Candidate
+from flowtrain.rollouts.rules.builtin import by_deadline
 
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

@@ -18,10 +18,10 @@ from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
 from flowtrain.config import McpServer
-from flowtrain.net.bodies import no_cookies
+from flowtrain.records import UserError
 from flowtrain.tools.base import ToolError
-from flowtrain.types import UserError
-from flowtrain.utils.loops import run_to_end
+from flowtrain.utils.event_loop import run_to_end
+from flowtrain.utils.net.bodies import no_cookies
 from flowtrain.utils.text import printable
 
 _MAX_PROBLEM = 300

@@ -8,10 +8,10 @@ import re
 from typing import Any
 
 from flowtrain.config import McpServer
+from flowtrain.records import UserError
 from flowtrain.tools.base import Tool, ToolCard, ToolError, one_line
 from flowtrain.tools.mcp.connection import Connection
 from flowtrain.tools.web.api import key_from_env
-from flowtrain.types import UserError
 from flowtrain.utils.errors import on_failure
 from flowtrain.utils.text import printable
 

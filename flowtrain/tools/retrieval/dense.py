@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from flowtrain.config import Chat, Config
+from flowtrain.records import UserError
 from flowtrain.tools.base import ToolError
 from flowtrain.tools.retrieval.bm25 import best
 from flowtrain.tools.web.api import Api, Request, key_from_env
-from flowtrain.types import UserError
 
 BATCH = 64
 """Texts per request."""

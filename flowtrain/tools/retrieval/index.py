@@ -16,9 +16,9 @@ from contextlib import closing
 from pathlib import Path
 
 from flowtrain.config.search import Corpus
+from flowtrain.records import UserError
 from flowtrain.tools.retrieval.bm25 import Bm25
 from flowtrain.tools.retrieval.passages import Passage, read_passages
-from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.files import sync, sync_tree
 from flowtrain.utils.terminal import bar

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from flowtrain.config.search import Corpus as Options
+from flowtrain.records import UserError
 from flowtrain.tools.base import ToolError
 from flowtrain.tools.retrieval.passages import Passage, Searchable
 from flowtrain.tools.web.api import Api, Request
-from flowtrain.types import UserError
 from flowtrain.utils.errors import user_error
-from flowtrain.utils.loops import run_to_end
+from flowtrain.utils.event_loop import run_to_end
 
 _START_S = 30.0
 """Seconds for the first answer."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 from flowtrain.config import Agent
+from flowtrain.records import UserError
 from flowtrain.tools.sandbox import bubblewrap, limits, seccomp
 from flowtrain.tools.sandbox.host import ProcessSandbox
 from flowtrain.tools.sandbox.server import Backend
-from flowtrain.types import UserError
 
 _of_checkers = {"sandbox": "auto"}
 """The `agent.sandbox` of this process, for checkers of answers and readers of pages."""

@@ -7,10 +7,10 @@ import os
 import warnings
 from collections.abc import Sequence
 
+from flowtrain.records import UserError
 from flowtrain.tools.sandbox.packages import folders, probe
 from flowtrain.tools.sandbox.seccomp import MODULES, is_offered
 from flowtrain.tools.sandbox.server import Backend
-from flowtrain.types import UserError
 
 
 def backend(packages: Sequence[str]) -> Backend:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from flowtrain.records import UserError
 from flowtrain.tools.sandbox.server import PYTHON, START_S, Backend
-from flowtrain.types import UserError
 
 
 def folders(packages: Sequence[str]) -> tuple[str, ...]:

@@ -12,10 +12,10 @@ from typing import Any
 import httpx2
 
 from flowtrain import __version__
-from flowtrain.net.bodies import ACCEPT_ENCODING, BadBody, no_cookies, read_body, shown
-from flowtrain.net.retries import GaveUp, Transient, may_pass, retried, retry_after_s
+from flowtrain.records import UserError
 from flowtrain.tools.base import ToolError
-from flowtrain.types import UserError
+from flowtrain.utils.net.bodies import ACCEPT_ENCODING, BadBody, no_cookies, read_body, shown
+from flowtrain.utils.net.retries import GaveUp, Transient, may_pass, retried, retry_after_s
 
 MAX_BYTES = 8 << 20
 """Bytes of an answer, after decompression; its values take up to 64 times as many."""

@@ -10,9 +10,9 @@ import httpcore2
 import httpx2
 
 from flowtrain import __version__
-from flowtrain.net.bodies import ACCEPT_ENCODING, BadBody, TooLong, read_body
 from flowtrain.tools.base import ToolError
 from flowtrain.tools.web.addresses import MAX_URL, Checked, Refused, Resolve, Rules
+from flowtrain.utils.net.bodies import ACCEPT_ENCODING, BadBody, TooLong, read_body
 
 MAX_REDIRECTS = 5
 MAX_CONNECTIONS = 32

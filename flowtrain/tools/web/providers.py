@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from flowtrain.config.search import WebSearch
+from flowtrain.records import UserError
 from flowtrain.tools.base import ToolError
 from flowtrain.tools.retrieval.passages import Passage, Source
 from flowtrain.tools.web.api import Api, Request, key_from_env
-from flowtrain.types import UserError
 
 _NUM_RESULTS = 10
 HITS = {

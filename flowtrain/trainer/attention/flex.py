@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from flowtrain.training.tree import PackedRow
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.trainer.packing import PackedRow
 
 BLOCK = 128
 _TRITON: dict[str, Any] = {"IS_DIVISIBLE": True}

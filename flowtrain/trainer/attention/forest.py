@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowtrain.training.tree import Segment, segments
+from flowtrain.trainer.packing import Segment, segments
 
 _SIMILAR = 4 / 3
 """Lengths in a block differ by less than this factor: more blocks mean less padding and more calls.

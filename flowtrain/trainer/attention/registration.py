@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
-from flowtrain.training.flex import FlexTree
-from flowtrain.training.forest import Forest
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.trainer.attention.flex import FlexTree
+from flowtrain.trainer.attention.forest import Forest
 
 NAMES = {
     "auto": "flowtrain_auto",

@@ -27,9 +27,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from flowtrain.training import attention, delta_net, experts, lm_head, lora
-from flowtrain.training.model_files import has_own_head, reading, reason_of
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.trainer import lm_head
+from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.model import delta_net, experts, lora
+from flowtrain.trainer.model.files import has_own_head, reading, reason_of
 
 _HUB_S = 10.0
 """Seconds that the hub may take to say whether it has a model."""

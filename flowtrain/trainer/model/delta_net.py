@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from flowtrain.training.fused_layers import with_names
-from flowtrain.training.tree import Segment, segments
+from flowtrain.trainer.model.fused_layers import with_names
+from flowtrain.trainer.packing import Segment, segments
 
 _NAMES = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 """What a family's module calls them."""

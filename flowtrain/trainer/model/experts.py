@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flowtrain.training import grouped_experts
-from flowtrain.training.tree import PackedRow
-from flowtrain.training.world import World
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import grouped_experts
+from flowtrain.trainer.packing import PackedRow
 
 IMPLEMENTATION = grouped_experts.NAME
 """The way to compute experts, on a CPU too."""

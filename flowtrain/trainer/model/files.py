@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils.text import printable
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

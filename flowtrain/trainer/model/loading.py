@@ -28,11 +28,12 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from flowtrain.training import attention, lora
-from flowtrain.training.model_check import load_config
-from flowtrain.training.model_files import reading, stored
-from flowtrain.training.world import World
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model import lora
+from flowtrain.trainer.model.check import load_config
+from flowtrain.trainer.model.files import reading, stored
 from flowtrain.weights.format.layout import layout_hash
 from flowtrain.weights.format.tensor_shards import spec_of
 

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flowtrain.config import Lora
-from flowtrain.training.model_files import reading
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.trainer.model.files import reading
 from flowtrain.weights.format.adapters import PREFIX
 
 _NAME = "default"  # peft leaves this one out of the names of saved tensors

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from flowtrain import __version__
-from flowtrain.metrics.pins import changes
-from flowtrain.setup.components import RunComponents
-from flowtrain.setup.placement import Placement
-from flowtrain.training.fused_layers import fused_text
+from flowtrain.logging.fingerprints import changes
+from flowtrain.trainer.model.fused_layers import fused_text
+from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.setup.placement import Placement
 
 
 def train_banner(components: RunComponents, placement: Placement, start_step: int) -> str:

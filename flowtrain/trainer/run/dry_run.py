@@ -19,19 +19,19 @@ from flowtrain.agents.agentflow.expert import scripted
 from flowtrain.agents.agentflow.flow import Flow
 from flowtrain.agents.base import Agent
 from flowtrain.config import Config
-from flowtrain.engines.protocol import EngineError, NoEngine
-from flowtrain.engines.vllm.process import check_installed
 from flowtrain.evaluation.evaluator import roll_out
 from flowtrain.evaluation.metrics import load_benchmarks
-from flowtrain.run.opening import beside
-from flowtrain.setup.components import RunComponents
-from flowtrain.setup.placement import Placement
-from flowtrain.setup.token_budget import with_token_budget
-from flowtrain.training.model import export, named_weights
-from flowtrain.training.world import World
-from flowtrain.types import Completion, FinishReason, Sampling, Task, Trajectory, Turn, UserError
+from flowtrain.inference.protocol import EngineError, NoEngine
+from flowtrain.inference.vllm.process import check_installed
+from flowtrain.records import Completion, FinishReason, Sampling, Task, Trajectory, Turn, UserError
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model.loading import export, named_weights
+from flowtrain.trainer.run.opening import beside
+from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.setup.placement import Placement
+from flowtrain.trainer.setup.token_budget import with_token_budget
 from flowtrain.utils.errors import user_error
-from flowtrain.utils.loops import run_to_end
+from flowtrain.utils.event_loop import run_to_end
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.terminal import hand_out
 from flowtrain.utils.text import printable

@@ -12,29 +12,29 @@ from flowtrain.agents.base import Agent
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
-from flowtrain.engines.chat_engines import ChatEngines
-from flowtrain.engines.metered import Meter
-from flowtrain.engines.protocol import Engine
 from flowtrain.evaluation.evaluator import Evaluator
 from flowtrain.evaluation.metrics import load_benchmarks
 from flowtrain.evaluation.nodes import PoolEvaluations
-from flowtrain.metrics import atomic_write_text
-from flowtrain.metrics.learning_signal import LearningSignal
-from flowtrain.metrics.mismatch import MismatchGate
-from flowtrain.pool.batch_source import open_batch_source
+from flowtrain.inference.chat_engines import ChatEngines
+from flowtrain.inference.metered import Meter
+from flowtrain.inference.protocol import Engine
+from flowtrain.logging import atomic_write_text
+from flowtrain.logging.learning_signal import LearningSignal
+from flowtrain.logging.mismatch import MismatchGate
+from flowtrain.records import PolicyName, Task, UserError
 from flowtrain.rewards import Judge
-from flowtrain.run.banner import train_banner
-from flowtrain.run.resume import SPLITS, check_left, check_splits, resume
-from flowtrain.run.run import Run, load
-from flowtrain.run.run_logger import RunLogger
-from flowtrain.setup.components import RunComponents, load_trained_policy, lock_run_dir
-from flowtrain.setup.learner import Learner
-from flowtrain.setup.memory_plan import MemoryPlan
-from flowtrain.setup.placement import Placement
-from flowtrain.setup.token_budget import with_token_budget
-from flowtrain.training.devices import MemoryPeak
-from flowtrain.training.world import World
-from flowtrain.types import PolicyName, Task, UserError
+from flowtrain.rollouts.batch_source import open_batch_source
+from flowtrain.trainer.devices import MemoryPeak
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.run.banner import train_banner
+from flowtrain.trainer.run.resume import SPLITS, check_left, check_splits, resume
+from flowtrain.trainer.run.run import Run, load
+from flowtrain.trainer.run.run_logger import RunLogger
+from flowtrain.trainer.setup.components import RunComponents, load_trained_policy, lock_run_dir
+from flowtrain.trainer.setup.learner import Learner
+from flowtrain.trainer.setup.memory_plan import MemoryPlan
+from flowtrain.trainer.setup.placement import Placement
+from flowtrain.trainer.setup.token_budget import with_token_budget
 from flowtrain.utils.waiting import waiting
 from flowtrain.weights import WeightStore
 from flowtrain.weights.ranks import together

@@ -8,12 +8,12 @@ from typing import Any
 
 from flowtrain.config import Config
 from flowtrain.config.command import NothingToDo
-from flowtrain.metrics import RunDir
-from flowtrain.setup.components import RunComponents
-from flowtrain.setup.learner import Learner
-from flowtrain.training import checkpoint
-from flowtrain.training.world import World
-from flowtrain.types import UserError
+from flowtrain.logging import RunDir
+from flowtrain.records import UserError
+from flowtrain.trainer import checkpoint
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.setup.learner import Learner
 from flowtrain.utils.files import remove, writing
 from flowtrain.weights.ranks import together
 

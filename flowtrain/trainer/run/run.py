@@ -18,26 +18,26 @@ from flowtrain.agents.base import Agent
 from flowtrain.algorithms.base import Algorithm
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
-from flowtrain.engines.metered import Meter
-from flowtrain.engines.protocol import Engine
 from flowtrain.evaluation.evaluator import Evaluator, Found, Measured, held_out_name
 from flowtrain.evaluation.nodes import PoolEvaluations
-from flowtrain.metrics import RunDir, atomic_write_text
-from flowtrain.metrics.learning_signal import LearningSignal
-from flowtrain.metrics.mismatch import MismatchGate
-from flowtrain.metrics.profiler import profiled
+from flowtrain.inference.metered import Meter
+from flowtrain.inference.protocol import Engine
+from flowtrain.logging import RunDir, atomic_write_text
+from flowtrain.logging.learning_signal import LearningSignal
+from flowtrain.logging.mismatch import MismatchGate
+from flowtrain.logging.profiler import profiled
+from flowtrain.records import TokenAccount, Trajectory
 from flowtrain.rewards import Judge
-from flowtrain.run.run_logger import RunLogger
-from flowtrain.run.step_counts import Counted, count_step
-from flowtrain.setup.components import RunComponents
-from flowtrain.setup.learner import Learner
-from flowtrain.setup.memory_plan import MemoryPlan
-from flowtrain.setup.placement import Placement
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
-from flowtrain.training.records import Prepared, Rollouts
-from flowtrain.types import TokenAccount, Trajectory
+from flowtrain.trainer.records import Prepared, Rollouts
+from flowtrain.trainer.run.run_logger import RunLogger
+from flowtrain.trainer.run.step_counts import Counted, count_step
+from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.setup.learner import Learner
+from flowtrain.trainer.setup.memory_plan import MemoryPlan
+from flowtrain.trainer.setup.placement import Placement
 from flowtrain.utils.waiting import waiting
 
 

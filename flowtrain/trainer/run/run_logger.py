@@ -14,7 +14,7 @@ import torch
 
 from flowtrain.config import Config
 from flowtrain.evaluation.evaluator import Measured
-from flowtrain.metrics import (
+from flowtrain.logging import (
     MetricsLog,
     Progress,
     RunDir,
@@ -22,16 +22,16 @@ from flowtrain.metrics import (
     comparison_table,
     write_summary,
 )
-from flowtrain.metrics.loggers import open_loggers
-from flowtrain.metrics.series import Series, read_series, total_seconds, total_tokens
-from flowtrain.run.step_counts import Counted
-from flowtrain.setup.components import RunComponents
-from flowtrain.setup.memory_plan import MemoryPlan
-from flowtrain.setup.placement import Placement
-from flowtrain.training import checkpoint
-from flowtrain.training.devices import MemoryPeak, peak_tflops
-from flowtrain.training.records import Prepared, Rollouts
-from flowtrain.types import Group, TokenAccount, Trajectory
+from flowtrain.logging.loggers import open_loggers
+from flowtrain.logging.series import Series, read_series, total_seconds, total_tokens
+from flowtrain.records import Group, TokenAccount, Trajectory
+from flowtrain.trainer import checkpoint
+from flowtrain.trainer.devices import MemoryPeak, peak_tflops
+from flowtrain.trainer.records import Prepared, Rollouts
+from flowtrain.trainer.run.step_counts import Counted
+from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.setup.memory_plan import MemoryPlan
+from flowtrain.trainer.setup.placement import Placement
 from flowtrain.utils.text import printable
 
 _log = logging.getLogger(__name__)
@@ -251,7 +251,7 @@ class RunLogger:
         model = checkpoint.place(self._run_dir.checkpoints, self._config.train.num_steps)
         files = f"{curves}summary.json, metrics.jsonl, trajectories.jsonl"
         print(f"{path}/{files}; model: {model}")
-        print(f"to look at it: python -m flowtrain.view {path}")
+        print(f"to look at it: python -m flowtrain.logging.page {path}")
 
     def _seconds(self, series: Mapping[str, Series]) -> dict[str, float]:
         """Sum the seconds by stage over the whole run, resumed parts included; "warm_up" where the
@@ -274,7 +274,7 @@ def _known_tflops(config: Config, device: torch.device) -> float:
 def _draw(path: Path) -> bool:
     """Draw the curves of a run; False, with a warning, where matplotlib is not installed."""
     try:
-        from flowtrain.view import curves  # which is slow to load
+        from flowtrain.logging.page import curves  # which is slow to load
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise

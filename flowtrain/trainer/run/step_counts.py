@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from flowtrain.config import Config
-from flowtrain.metrics.learning_signal import count_signal
-from flowtrain.metrics.parts import count_parts, part_metrics
-from flowtrain.metrics.rollouts import RolloutStats, count_rollouts
-from flowtrain.metrics.sums import Tally
-from flowtrain.metrics.tokens import account, count_tokens
-from flowtrain.training.records import Prepared, Rollouts
-from flowtrain.training.world import World
-from flowtrain.types import TokenAccount
+from flowtrain.logging.learning_signal import count_signal
+from flowtrain.logging.rollout_parts import count_parts, part_metrics
+from flowtrain.logging.rollouts import RolloutStats, count_rollouts
+from flowtrain.logging.tally import Tally
+from flowtrain.logging.token_counts import account, count_tokens
+from flowtrain.records import TokenAccount
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.records import Prepared, Rollouts
 
 
 class Counted(NamedTuple):

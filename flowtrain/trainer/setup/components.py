@@ -23,32 +23,32 @@ from flowtrain.agents.registry import AgentKind, load_kind
 from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
-from flowtrain.dataflow.contract import Register
-from flowtrain.engines.chat_engines import TEACHER, ChatEngines, make_chat_engines
-from flowtrain.engines.factory import (
+from flowtrain.inference.chat_engines import TEACHER, ChatEngines, make_chat_engines
+from flowtrain.inference.factory import (
     ModelSpec,
     make_adapter_engines,
     make_engine,
     shared_policies,
 )
-from flowtrain.engines.protocol import Engine, NoEngine
-from flowtrain.engines.requests import name_stop_ids
-from flowtrain.engines.token_chat import pass_to_template
-from flowtrain.metrics import RunDir, manifest
+from flowtrain.inference.protocol import Engine, NoEngine
+from flowtrain.inference.requests import name_stop_ids
+from flowtrain.inference.token_chat import pass_to_template
+from flowtrain.logging import RunDir, manifest
+from flowtrain.records import PolicyName, UserError
 from flowtrain.rewards import Judge, JudgeCache, RewardFunctions
 from flowtrain.rewards.references import check_tasks
-from flowtrain.setup.memory_plan import MemoryPlan, plan_memory
-from flowtrain.setup.placement import Placement
+from flowtrain.rollouts.contract import Register
 from flowtrain.tasks.sets import TaskSet, task_set, without_tasks
 from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.tools.sandbox import confine_checkers
-from flowtrain.toy.policy import new_policy
-from flowtrain.training.devices import keep_freed_memory, threads_per_rank
-from flowtrain.training.lora import add_adapter
-from flowtrain.training.model import load_model
-from flowtrain.training.world import World
-from flowtrain.types import PolicyName, UserError
+from flowtrain.trainer.devices import keep_freed_memory, threads_per_rank
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model.loading import load_model
+from flowtrain.trainer.model.lora import add_adapter
+from flowtrain.trainer.setup.memory_plan import MemoryPlan, plan_memory
+from flowtrain.trainer.setup.placement import Placement
+from flowtrain.trainer.setup.tiny_policy import new_policy
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.waiting import waiting
 from flowtrain.weights import Source

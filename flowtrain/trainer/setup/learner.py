@@ -14,30 +14,31 @@ from flowkernels import LossSpec, TokenLossFn
 from flowtrain.algorithms import filter_samples
 from flowtrain.algorithms.advantages import whitened
 from flowtrain.config import Config
-from flowtrain.setup.components import LearnerComponents
-from flowtrain.setup.placement import Placement
-from flowtrain.training import checkpoint, experts
-from flowtrain.training.balance import balance
-from flowtrain.training.checkpoint import Checkpoints
-from flowtrain.training.cost import ForwardCost
-from flowtrain.training.lora import has_adapter
-from flowtrain.training.lr_schedule import warmed_up
-from flowtrain.training.minibatch_factor import MinibatchFactor
-from flowtrain.training.minibatches import split
-from flowtrain.training.model import published_weights
-from flowtrain.training.optimizers import KINDS
-from flowtrain.training.records import Prepared, Rollouts
-from flowtrain.training.sharding import (
+from flowtrain.records import TrainBatch, UserError
+from flowtrain.trainer import checkpoint
+from flowtrain.trainer.balance import balance
+from flowtrain.trainer.checkpoint import Checkpoints
+from flowtrain.trainer.cost import ForwardCost
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.lr_schedule import warmed_up
+from flowtrain.trainer.minibatch_factor import MinibatchFactor
+from flowtrain.trainer.minibatches import split
+from flowtrain.trainer.model import experts
+from flowtrain.trainer.model.loading import published_weights
+from flowtrain.trainer.model.lora import has_adapter
+from flowtrain.trainer.optimizers import KINDS
+from flowtrain.trainer.packing import PackedRow, pack
+from flowtrain.trainer.records import Prepared, Rollouts
+from flowtrain.trainer.setup.components import LearnerComponents
+from flowtrain.trainer.setup.placement import Placement
+from flowtrain.trainer.sharding import (
     ShardSpec,
     named_tensors,
     shard,
     skeleton,
 )
-from flowtrain.training.token_scores import attach_logprobs
-from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import PackedRow, pack
-from flowtrain.training.world import World
-from flowtrain.types import TrainBatch, UserError
+from flowtrain.trainer.token_scores import attach_logprobs
+from flowtrain.trainer.trainer import OptimSpec, Trainer
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights.format.files import writing_tensors
 from flowtrain.weights.ranks import Alone, Ranks, together

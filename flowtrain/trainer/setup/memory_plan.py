@@ -22,13 +22,14 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from flowtrain.config import Config, Lora
-from flowtrain.training import attention, delta_net
-from flowtrain.training.experts import IMPLEMENTATION, find_routers
-from flowtrain.training.fused_layers import fuse_layers
-from flowtrain.training.lora import add_adapter
-from flowtrain.training.optimizers import KINDS
-from flowtrain.training.sharding import is_sharded_by_layer, recompute_layers
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.model import delta_net
+from flowtrain.trainer.model.experts import IMPLEMENTATION, find_routers
+from flowtrain.trainer.model.fused_layers import fuse_layers
+from flowtrain.trainer.model.lora import add_adapter
+from flowtrain.trainer.optimizers import KINDS
+from flowtrain.trainer.sharding import is_sharded_by_layer, recompute_layers
 
 _TARGET_SHARE = 1 / 3
 """Share of a row's tokens whose hidden states go to the head: a guess about a small part of the

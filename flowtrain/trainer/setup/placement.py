@@ -8,8 +8,8 @@ import json
 from dataclasses import dataclass
 
 from flowtrain.config import Config
-from flowtrain.training.world import World
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.trainer.distributed import World
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from flowtrain.agents.agentflow.prompts import CHAT_TEMPLATE
 from flowtrain.config import Config
 from flowtrain.tasks.sets import TaskSet
-from flowtrain.toy.model import new_model, new_tokenizer
+from flowtrain.trainer.toy import new_model, new_tokenizer
 from flowtrain.utils.seeds import derive_seed
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from flowtrain.config import Config
-from flowtrain.setup.components import LearnerComponents
-from flowtrain.setup.placement import Placement
-from flowtrain.training.devices import memory_per_rank
+from flowtrain.trainer.devices import memory_per_rank
+from flowtrain.trainer.setup.components import LearnerComponents
+from flowtrain.trainer.setup.placement import Placement
 
 Components = TypeVar("Components", bound=LearnerComponents)
 

@@ -17,8 +17,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from flowtrain.training import attention
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.trainer.attention import registration as attention
 
 END, PAD = "<|end|>", "<|pad|>"
 _SMALLEST_VOCAB = 256 + 2  # one token per byte, END and PAD

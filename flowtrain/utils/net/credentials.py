@@ -23,10 +23,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from flowtrain.net.serving import check_token
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.files import replace_file
+from flowtrain.utils.net.serving import check_token
 
 _log = logging.getLogger(__name__)
 

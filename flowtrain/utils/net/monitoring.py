@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from flowtrain.net import serving
-from flowtrain.net.credentials import Access
+from flowtrain.utils.net import serving
+from flowtrain.utils.net.credentials import Access
 
 if TYPE_CHECKING:
     from prometheus_client import Histogram, Metric

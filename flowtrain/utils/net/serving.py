@@ -16,10 +16,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from flowtrain.net import bodies
-from flowtrain.net.bodies import SLOWEST, TooLong
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils.errors import user_error
+from flowtrain.utils.net import bodies
+from flowtrain.utils.net.bodies import SLOWEST, TooLong
 
 if TYPE_CHECKING:
     import uvicorn
@@ -104,7 +104,7 @@ def make_server(
     require("starlette.responses", "uvicorn")
     import uvicorn
 
-    from flowtrain.net.protocol import Protocol
+    from flowtrain.utils.net.protocol import Protocol
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with user_error(f"cannot listen at {host} port {port}", OSError, OverflowError):

@@ -15,7 +15,7 @@ from itertools import takewhile
 from typing import Any
 from urllib.parse import urlsplit
 
-from flowtrain.types import UserError
+from flowtrain.records import UserError
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.text import printable
 from flowtrain.weights.format.manifest import NotThere, StoreError

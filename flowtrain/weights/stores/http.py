@@ -13,9 +13,9 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from flowtrain.net.bodies import SLOWEST
-from flowtrain.net.retries import may_pass, pause_s, retry_after_s
-from flowtrain.net.serving import check_token, check_url
+from flowtrain.utils.net.bodies import SLOWEST
+from flowtrain.utils.net.retries import may_pass, pause_s, retry_after_s
+from flowtrain.utils.net.serving import check_token, check_url
 from flowtrain.weights.format.manifest import NotThere, StoreError
 from flowtrain.weights.stores.timed_http import Response, TimedHttp, TimedHttps
 

@@ -17,9 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowtrain.net import serving
-from flowtrain.net.credentials import Access, TokenFile
-from flowtrain.net.monitoring import OTHER, Cached, Monitor, gauge
+from flowtrain.utils.net import serving
+from flowtrain.utils.net.credentials import Access, TokenFile
+from flowtrain.utils.net.monitoring import OTHER, Cached, Monitor, gauge
 from flowtrain.weights.format.manifest import MAX_MANIFEST, Manifest, StoreError, read_whole
 from flowtrain.weights.stores.folder import WeightStore
 

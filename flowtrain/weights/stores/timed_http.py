@@ -9,7 +9,7 @@ from socket import socket
 from typing import Any
 from urllib.request import AbstractHTTPHandler, HTTPHandler, HTTPSHandler, Request
 
-from flowtrain.net.bodies import SLOWEST
+from flowtrain.utils.net.bodies import SLOWEST
 
 
 class _Timed(io.RawIOBase):

@@ -11,10 +11,11 @@ from typing import Any
 
 import make
 import pytest
+from tests.view.browser import Browser
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from flowtrain.metrics import MetricsLog, RunDir, TrajectoryLog, atomic_write_text
-from flowtrain.types import (
+from flowtrain.logging import MetricsLog, RunDir, TrajectoryLog, atomic_write_text
+from flowtrain.records import (
     Action,
     BranchPoint,
     FinishReason,
@@ -28,7 +29,6 @@ from flowtrain.types import (
     Verdict,
     VersionSpan,
 )
-from tests.view.browser import Browser
 
 CONFIG = """
 [model]

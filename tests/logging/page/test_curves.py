@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from matplotlib import image, pyplot
 
-from flowtrain.metrics.series import Series, read_series
-from flowtrain.types import UserError
-from flowtrain.view import curves
-from flowtrain.view.curves import plot_curves
+from flowtrain.logging.page import curves
+from flowtrain.logging.page.curves import plot_curves
+from flowtrain.logging.series import Series, read_series
+from flowtrain.records import UserError
 
 
 def row(step: int) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from flowtrain.metrics import MetricsLog, TrajectoryLog
-from flowtrain.types import Action, FinishReason, Group, ToolCall, ToolResult
+from flowtrain.logging import MetricsLog, TrajectoryLog
+from flowtrain.logging.page.data import Run
+from flowtrain.logging.page.rollouts import LONGEST_TEXT
+from flowtrain.records import Action, FinishReason, Group, ToolCall, ToolResult
 from flowtrain.utils.prefixes import num_shared
-from flowtrain.view.data import Run
-from flowtrain.view.rollouts import LONGEST_TEXT
 
 
 def data(run: Path, number: int = 100) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from flowtrain.view.rollouts import pieces, text_of
+from flowtrain.logging.page.rollouts import pieces, text_of
 
 ANY_FIXTURE = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None

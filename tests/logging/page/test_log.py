@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.types import UserError
-from flowtrain.view.log import Place, choose, find_rollouts, spread
+from flowtrain.logging.page.log import Place, choose, find_rollouts, spread
+from flowtrain.records import UserError
 
 
 def places(split: str, steps: range, num_groups: int, size: int, num_right: int) -> list[Place]:

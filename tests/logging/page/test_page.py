@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.types import UserError
-from flowtrain.view.__main__ import main
-from flowtrain.view.page import build_page, json_block, page_data
+from flowtrain.logging.page.__main__ import main
+from flowtrain.logging.page.page import build_page, json_block, page_data
+from flowtrain.records import UserError
 
 DataOf = Callable[[str], dict[str, Any]]
 
@@ -119,7 +119,7 @@ def test_a_mistake_is_one_line(
 
 def test_it_starts_without_torch() -> None:
     code = (
-        "import sys, flowtrain.view.__main__; print(sorted({'torch', 'transformers', "
+        "import sys, flowtrain.logging.page.__main__; print(sorted({'torch', 'transformers', "
         "'matplotlib'} & set(sys.modules)))"
     )
     assert (

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from flowtrain.metrics import MetricsLog
-from flowtrain.view.__main__ import main
-from flowtrain.view.serve import Server
+from flowtrain.logging import MetricsLog
+from flowtrain.logging.page.__main__ import main
+from flowtrain.logging.page.serve import Server
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def test_the_command_serves_without_extras_and_ends_on_sigterm(run: Path) -> Non
     code = (
         "import sys\n"
         "for name in ('uvicorn', 'starlette', 'torch', 'matplotlib'): sys.modules[name] = None\n"
-        "from flowtrain.view.__main__ import main; sys.exit(main(sys.argv[1:]))"
+        "from flowtrain.logging.page.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code, str(run), "--serve", "--port", "0"],

@@ -17,20 +17,20 @@ import toy_options
 import uvicorn
 from torch import Tensor
 
-from flowtrain import toy
 from flowtrain.agents.agentflow.prompts import CHAT_TEMPLATE
 from flowtrain.config import Config, Lora
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.codec import unpack_group
-from flowtrain.dataflow.contract import BatchRequest, Progress, Register
-from flowtrain.dataflow.ledger import Ledger, open_ledger
-from flowtrain.dataflow.service import Service
-from flowtrain.engines.factory import ModelSpec
-from flowtrain.net import serving
-from flowtrain.net.credentials import TokenFile
-from flowtrain.training import model as models
-from flowtrain.training.lora import add_adapter
-from flowtrain.types import Group
+from flowtrain.inference.factory import ModelSpec
+from flowtrain.records import Group
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.codec import unpack_group
+from flowtrain.rollouts.contract import BatchRequest, Progress, Register
+from flowtrain.rollouts.ledger import Ledger, open_ledger
+from flowtrain.rollouts.service import Service
+from flowtrain.trainer import toy
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.model.lora import add_adapter
+from flowtrain.utils.net import serving
+from flowtrain.utils.net.credentials import TokenFile
 from flowtrain.weights import Publisher, WeightStore
 
 TOKEN = "of-the-tests"

@@ -16,9 +16,20 @@ import pytest
 from http_servers import running
 from loopback_dataflow import make_config
 
-from flowtrain.dataflow.client import Client
-from flowtrain.dataflow.codec import unpack_group
-from flowtrain.dataflow.contract import (
+from flowtrain.inference.protocol import EngineError
+from flowtrain.records import (
+    BranchPoint,
+    BranchStart,
+    Group,
+    Task,
+    ToolResult,
+    Trajectory,
+    UserError,
+    Verdict,
+)
+from flowtrain.rollouts.client import Client
+from flowtrain.rollouts.codec import unpack_group
+from flowtrain.rollouts.contract import (
     BatchRequest,
     EvalSettings,
     Evaluate,
@@ -33,25 +44,14 @@ from flowtrain.dataflow.contract import (
     Refused,
     Register,
 )
-from flowtrain.dataflow.ledger import Ledger
-from flowtrain.dataflow.node_client import NodeClient
-from flowtrain.dataflow.service import Service
-from flowtrain.engines.protocol import EngineError
-from flowtrain.node import main as node_main
-from flowtrain.node.node import Branching, Node, _WorkItem
-from flowtrain.node.weight_syncer import PoliciesChanged, WeightSyncer
+from flowtrain.rollouts.ledger import Ledger
+from flowtrain.rollouts.node import main as node_main
+from flowtrain.rollouts.node.node import Branching, Node, _WorkItem
+from flowtrain.rollouts.node.weight_syncer import PoliciesChanged, WeightSyncer
+from flowtrain.rollouts.node_client import NodeClient
+from flowtrain.rollouts.service import Service
 from flowtrain.tasks.cursor import TaskCursor
-from flowtrain.types import (
-    BranchPoint,
-    BranchStart,
-    Group,
-    Task,
-    ToolResult,
-    Trajectory,
-    UserError,
-    Verdict,
-)
-from flowtrain.utils.loops import first_of
+from flowtrain.utils.event_loop import first_of
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.weights import StoreError
 
@@ -104,7 +104,7 @@ def trajectory(task: Task, seed: int, version: int = 0) -> Trajectory:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowtrain.node.node._TICK_S", 0.01)
+    monkeypatch.setattr("flowtrain.rollouts.node.node._TICK_S", 0.01)
 
 
 @pytest.fixture
@@ -548,7 +548,7 @@ def announced(version: int, layout: str = "layout") -> dict[str, PolicyState]:
 
 @pytest.fixture
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowtrain.node.weight_syncer._RETRY_S", 0.01)
+    monkeypatch.setattr("flowtrain.rollouts.node.weight_syncer._RETRY_S", 0.01)
 
 
 def run_beside(syncer: WeightSyncer, script: Callable[[], Any]) -> None:
@@ -713,7 +713,7 @@ def test_a_node_reports_its_busy_and_idle_time(
         clock.now += 20.0
         return trajectory(task, seed)
 
-    monkeypatch.setattr("flowtrain.node.progress.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("flowtrain.rollouts.node.progress.time", SimpleNamespace(monotonic=clock))
     run(nodes.make(rollout, max_in_flight=G, num_groups=2))
     assert len({request.key for request in asked}) == len(asked) == 2
     assert (asked[1].busy_s, asked[1].waited_s) == (20.0 * G, 5.0)

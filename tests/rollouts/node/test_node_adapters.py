@@ -20,10 +20,10 @@ from loopback_dataflow import (
 from torch import Tensor
 
 from flowtrain.config import Lora
-from flowtrain.training.lora import adapter_weights
-from flowtrain.training.row_loss import score_row
-from flowtrain.training.tree import pack_row
-from flowtrain.types import Call, Group, Sample
+from flowtrain.records import Call, Group, Sample
+from flowtrain.trainer.model.lora import adapter_weights
+from flowtrain.trainer.packing import pack_row
+from flowtrain.trainer.row_loss import score_row
 
 pytest_plugins = ("cli_runs",)
 LORA = Lora(rank=2, alpha=64.0, sync="adapter")

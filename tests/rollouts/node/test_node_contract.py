@@ -25,9 +25,9 @@ from loopback_dataflow import (
     serve_dataflow,
 )
 
-from flowtrain.dataflow.codec import pack_group, unpack_group
-from flowtrain.dataflow.contract import Join, LeaseRequest, Push, Pushed, Unavailable
-from flowtrain.dataflow.ledger import Ledger
+from flowtrain.rollouts.codec import pack_group, unpack_group
+from flowtrain.rollouts.contract import Join, LeaseRequest, Push, Pushed, Unavailable
+from flowtrain.rollouts.ledger import Ledger
 from flowtrain.tasks.sets import task_set
 
 pytest_plugins = ("cli_runs",)

@@ -1,4 +1,4 @@
-"""`python -m flowtrain.node` as real processes, a service on loopback and weights that change."""
+"""`python -m flowtrain.rollouts.node` as real processes, a service on loopback and weights that change."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from loopback_dataflow import (
 )
 
 from flowtrain.algorithms import load_algorithm
-from flowtrain.net.credentials import Role, TokenFile, issue, revoke
-from flowtrain.training import model as models
-from flowtrain.training.row_loss import score_row
-from flowtrain.types import Group
+from flowtrain.records import Group
+from flowtrain.trainer.model import loading as models
+from flowtrain.trainer.row_loss import score_row
+from flowtrain.utils.net.credentials import Role, TokenFile, issue, revoke
 from flowtrain.weights import WeightStore
 from tests.weights import http_stores as hs
 
@@ -366,7 +366,7 @@ def test_options_that_a_node_may_not_set(dataflow: DataflowServer, start: Start)
     for node, message in [(start("odd", *words), message) for words, message in odd.items()]:
         assert node.wait() == 2
         (line,) = node.err.read_text().strip().splitlines()
-        assert line.startswith("python -m flowtrain.node: ") and message in line
+        assert line.startswith("python -m flowtrain.rollouts.node: ") and message in line
 
 
 def test_a_node_whose_token_is_revoked_ends_with_one_line(

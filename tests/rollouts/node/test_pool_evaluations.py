@@ -18,8 +18,8 @@ from flowtrain.config import Config
 from flowtrain.config.options import to_toml
 from flowtrain.evaluation.evaluator import Evaluator
 from flowtrain.evaluation.metrics import load_benchmarks
-from flowtrain.setup.components import RunComponents
-from flowtrain.training.world import World
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.setup.components import RunComponents
 from flowtrain.weights import WeightStore
 
 pytest_plugins = ("cli_runs",)

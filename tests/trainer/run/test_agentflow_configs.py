@@ -15,7 +15,6 @@ import pytest
 import torch
 from chat_servers import chat_server
 
-from flowtrain import toy
 from flowtrain.agents.agentflow.prompts import CHAT_TEMPLATE
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
@@ -23,7 +22,8 @@ from flowtrain.config.command import run_command
 from flowtrain.config.options import parse
 from flowtrain.rft.loop import rft
 from flowtrain.train import train
-from flowtrain.training import model as models
+from flowtrain.trainer import toy
+from flowtrain.trainer.model import loading as models
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

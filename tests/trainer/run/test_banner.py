@@ -12,7 +12,7 @@ from toy_options import toy
 
 from flowtrain.algorithms.registry import load_algorithm
 from flowtrain.config.options import to_toml
-from flowtrain.run.banner import rft_banner, train_banner
+from flowtrain.trainer.run.banner import rft_banner, train_banner
 
 
 def parts(**sections: Any) -> tuple[Any, Any]:

@@ -13,9 +13,9 @@ from cli_runs import Server
 from toy_options import FLOW
 
 from flowtrain.config.command import run_command
-from flowtrain.run import dry_run
+from flowtrain.records import UserError
 from flowtrain.train import train
-from flowtrain.types import UserError
+from flowtrain.trainer.run import dry_run
 
 pytest_plugins = ("cli_runs",)
 

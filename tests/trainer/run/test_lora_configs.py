@@ -21,10 +21,10 @@ from transformers import (
 
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config.options import parse
-from flowtrain.setup import memory_plan
-from flowtrain.setup.memory_plan import MemoryPlan, plan_memory
-from flowtrain.training.lora import add_adapter
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.trainer.model.lora import add_adapter
+from flowtrain.trainer.setup import memory_plan
+from flowtrain.trainer.setup.memory_plan import MemoryPlan, plan_memory
 
 
 class Case(NamedTuple):

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from flowtrain.config import Config
-from flowtrain.metrics import MetricsLog
-from flowtrain.run.run_logger import _draw
+from flowtrain.logging import MetricsLog
+from flowtrain.records import UserError
 from flowtrain.tools.registry import make_tools
-from flowtrain.types import UserError
+from flowtrain.trainer.run.run_logger import _draw
 
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 BASE = {
@@ -36,9 +36,9 @@ def missing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delitem(sys.modules, "flowtrain.tools.retrieval.bm25", raising=False)
     for module in ("search", "web_reader", "retrieval.index", "retrieval.corpus"):
         monkeypatch.delitem(sys.modules, f"flowtrain.tools.{module}", raising=False)
-    monkeypatch.delitem(sys.modules, "flowtrain.view.curves", raising=False)
-    monkeypatch.delattr("flowtrain.view.curves", raising=False)
-    for module in ("flowtrain.metrics.loggers", "flowtrain.tools.web.extract"):
+    monkeypatch.delitem(sys.modules, "flowtrain.logging.page.curves", raising=False)
+    monkeypatch.delattr("flowtrain.logging.page.curves", raising=False)
+    for module in ("flowtrain.logging.loggers", "flowtrain.tools.web.extract"):
         monkeypatch.setattr(f"{module}.find_spec", found)
     return name
 

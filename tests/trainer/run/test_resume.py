@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from flowtrain.config import Config
-from flowtrain.run.resume import SPLITS, check_splits
+from flowtrain.records import UserError
 from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.sets import task_set
-from flowtrain.training.world import World
-from flowtrain.types import UserError
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.run.resume import SPLITS, check_splits
 
 Row = dict[str, Any]
 

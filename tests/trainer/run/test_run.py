@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from flowtrain.config import Config
-from flowtrain.run.run import Run
-from flowtrain.setup.learner import Learner
-from flowtrain.training.world import World
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.run.run import Run
+from flowtrain.trainer.setup.learner import Learner
 
 
 class FakeWorld(SimpleNamespace):

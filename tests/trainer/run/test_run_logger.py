@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from flowtrain.config import Config
-from flowtrain.metrics import RunDir
-from flowtrain.run.run_logger import RunLogger
-from flowtrain.run.step_counts import Counted
-from flowtrain.setup.components import RunComponents
-from flowtrain.setup.placement import Placement
-from flowtrain.training.devices import MemoryPeak
-from flowtrain.training.records import Prepared, Rollouts
-from flowtrain.training.world import World
-from flowtrain.types import UserError
+from flowtrain.logging import RunDir
+from flowtrain.records import UserError
+from flowtrain.trainer.devices import MemoryPeak
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.records import Prepared, Rollouts
+from flowtrain.trainer.run.run_logger import RunLogger
+from flowtrain.trainer.run.step_counts import Counted
+from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.setup.placement import Placement
 from tests.make import group, rollout, turn
 
 
@@ -41,7 +41,7 @@ class SlowDisk:
 
 @pytest.fixture
 def logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunLogger]:
-    monkeypatch.setattr("flowtrain.run.run_logger.TrajectoryLog", SlowDisk)
+    monkeypatch.setattr("flowtrain.trainer.run.run_logger.TrajectoryLog", SlowDisk)
     monkeypatch.setattr(SlowDisk, "room", threading.Event())
     world = World(0, 1, torch.device("cpu"))
     components = cast(RunComponents, SimpleNamespace(config=Config()))

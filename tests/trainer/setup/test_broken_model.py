@@ -10,9 +10,9 @@ from ranks import fork, launch
 from safetensors.torch import load_file, save_file
 
 from flowtrain.config import Config
-from flowtrain.setup.components import LearnerComponents, RunComponents
-from flowtrain.training.world import World
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.setup.components import LearnerComponents, RunComponents
 from flowtrain.utils.commands import end_process
 
 pytestmark = pytest.mark.dist

@@ -15,14 +15,15 @@ from ranks import fork, launch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from flowtrain.config import Config
-from flowtrain.setup.memory_plan import plan_memory
-from flowtrain.training import attention, sharding
-from flowtrain.training.devices import MemoryPeak
-from flowtrain.training.sharding import ShardSpec, named_tensors, shard, skeleton
-from flowtrain.training.trainer import OptimSpec, Trainer
-from flowtrain.training.tree import pack_rows
-from flowtrain.training.world import World
-from flowtrain.types import Sample
+from flowtrain.records import Sample
+from flowtrain.trainer import sharding
+from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.devices import MemoryPeak
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.packing import pack_rows
+from flowtrain.trainer.setup.memory_plan import plan_memory
+from flowtrain.trainer.sharding import ShardSpec, named_tensors, shard, skeleton
+from flowtrain.trainer.trainer import OptimSpec, Trainer
 from flowtrain.utils.commands import end_process
 
 pytestmark = pytest.mark.dist

@@ -17,15 +17,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
-from flowtrain.setup import memory_plan
-from flowtrain.setup.learner import make_trainer
-from flowtrain.setup.memory_plan import MemoryPlan, _vllm_bytes, activations, plan_memory
-from flowtrain.training import attention, sharding
-from flowtrain.training.forest import Forest
-from flowtrain.training.fused_layers import fuse_layers, fused_text
-from flowtrain.training.trainer import OptimSpec
-from flowtrain.training.world import World
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.trainer import sharding
+from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.attention.forest import Forest
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.model.fused_layers import fuse_layers, fused_text
+from flowtrain.trainer.setup import memory_plan
+from flowtrain.trainer.setup.learner import make_trainer
+from flowtrain.trainer.setup.memory_plan import MemoryPlan, _vllm_bytes, activations, plan_memory
+from flowtrain.trainer.trainer import OptimSpec
 
 SHAPE = {
     "vocab_size": 64,

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from flowtrain.config import Config
-from flowtrain.setup.placement import Placement
-from flowtrain.training.world import World
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.setup.placement import Placement
 
 
 def config(num_engine_ranks: int, num_questions: int = 12) -> Config:

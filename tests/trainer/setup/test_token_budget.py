@@ -16,12 +16,12 @@ from test_memory_plan import CONFIGS, build, changed, plan, settings
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
-from flowtrain.setup import token_budget
-from flowtrain.setup.components import LearnerComponents
-from flowtrain.setup.memory_plan import MemoryPlan
-from flowtrain.setup.placement import Placement
-from flowtrain.setup.token_budget import largest_budget, with_token_budget
-from flowtrain.training.world import World
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.setup import token_budget
+from flowtrain.trainer.setup.components import LearnerComponents
+from flowtrain.trainer.setup.memory_plan import MemoryPlan
+from flowtrain.trainer.setup.placement import Placement
+from flowtrain.trainer.setup.token_budget import largest_budget, with_token_budget
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import pytest
 from http_servers import running
 from prometheus_text import samples
 
-from flowtrain.net.credentials import Access
-from flowtrain.net.monitoring import Cached, Monitor, counter, gauge
-from flowtrain.types import UserError
+from flowtrain.records import UserError
+from flowtrain.utils.net.credentials import Access
+from flowtrain.utils.net.monitoring import Cached, Monitor, counter, gauge
 
 TOKEN = {"Authorization": "Bearer t"}
 

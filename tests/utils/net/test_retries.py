@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flowtrain.net.retries import GaveUp, Transient, may_pass, pause_s, retried, retry_after_s
+from flowtrain.utils.net.retries import GaveUp, Transient, may_pass, pause_s, retried, retry_after_s
 from tests import virtual_time
 
 

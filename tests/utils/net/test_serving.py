@@ -15,7 +15,7 @@ from http_servers import running
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
-from flowtrain.net import protocol, serving
+from flowtrain.utils.net import protocol, serving
 
 began = threading.Event()
 
