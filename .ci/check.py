@@ -77,7 +77,7 @@ def choose(changed: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def tests_of(path: str) -> str:
-    """The folder with the tests of a source file: flowtrain/rollouts/node/main.py has tests/rollouts/node."""
+    """The folder with the tests of a source file: flowtrain/tools/base.py has tests/tools."""
     first, second, *_ = Path(path).parts
     folder = Path("tests") / {"kernels": "kernels", "flowtrain": second}.get(first, "")
     return str(Path(path).parent if first == "tests" else folder if folder.is_dir() else "tests")

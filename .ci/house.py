@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CORE = ("types", "config", "training", "algorithms", "setup", "run", "metrics", "train.py")
+CORE = ("records", "config", "trainer", "algorithms", "logging", "train.py")
 """Rooms of flowtrain/; the loop itself is a file."""
 PRODUCT = ("flowtrain", "kernels", "csrc")
 OTHERS = ("bench", "examples", "tests", ".ci")

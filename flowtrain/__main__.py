@@ -9,23 +9,38 @@ import runpy
 import sys
 
 COMMANDS = {
-    "train": "train a policy",
-    "torchrun": "a command on several devices: torchrun --nproc_per_node 8 -m flowtrain.train ...",
-    "rft": "rejection-sampling fine-tuning, the warm-up before reinforcement learning",
-    "evaluation": "benchmarks and turn budgets, one table",
-    "replay": "make a run again from its log, and compare every version",
-    "dataflow": "the service that hands out leases and collects groups; audit, status",
-    "node": "a rollout node: follows weights, leases work, pushes groups",
-    "weights": "verify, serve and clean versions of weights",
-    "view": "a run as a page, every rollout turn by turn, also while it trains; runs side by side",
+    "train": ("flowtrain.train", "train a policy"),
+    "torchrun": (
+        "flowtrain.torchrun",
+        "a command on several devices: torchrun --nproc_per_node 8 -m flowtrain.train ...",
+    ),
+    "rft": (
+        "flowtrain.rft",
+        "rejection-sampling fine-tuning, the warm-up before reinforcement learning",
+    ),
+    "evaluation": ("flowtrain.evaluation", "benchmarks and turn budgets, one table"),
+    "replay": ("flowtrain.replay", "make a run again from its log, and compare every version"),
+    "rollouts": (
+        "flowtrain.rollouts",
+        "the service that hands out leases and collects groups; audit, status",
+    ),
+    "node": (
+        "flowtrain.rollouts.node",
+        "a rollout node: follows weights, leases work, pushes groups",
+    ),
+    "weights": ("flowtrain.weights", "verify, serve and clean versions of weights"),
+    "view": (
+        "flowtrain.logging.page",
+        "a run as a page, every rollout turn by turn, also while it trains; runs side by side",
+    ),
 }
-"""Modules below `flowtrain` that are commands, and what each does."""
+"""The module of each command, and what it does."""
 
 
 def usage() -> str:
     """Return the table of commands."""
     width = max(map(len, COMMANDS))
-    rows = [f"  {name:{width}}  {meaning}" for name, meaning in COMMANDS.items()]
+    rows = [f"  {name:{width}}  {meaning}" for name, (_, meaning) in COMMANDS.items()]
     return "\n".join(["flowtrain COMMAND ...; flowtrain COMMAND --help", "", *rows])
 
 
@@ -48,7 +63,7 @@ def main() -> int:
     sys.argv[:2] = [f"flowtrain {name}"]
     try:
         # As `python -m` would, so that processes which it starts import the same main module.
-        runpy.run_module(f"flowtrain.{name}", run_name="__main__", alter_sys=True)
+        runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
     except KeyboardInterrupt:  # commands catch it by themselves, once they are imported
         print(f"flowtrain {name}: interrupted", file=sys.stderr)
         return 130

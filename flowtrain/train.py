@@ -4,31 +4,31 @@
 
 One step, top to bottom, is the system:
 
-    verb        room                       what it makes
-    take        tasks/cursor.py            the next questions
-    collect     agents/collect.py          rollouts of each: planner, executor, verifier, generator
-    branch      algorithms/                APPO: where further rollouts leave those at hand
-    score       rewards/                   one reward per rollout, from its final answer
-    advantages  algorithms/                an advantage and a loss weight for every token
-    pack        trainer/packing.py           all turns as token trees
-    balance     trainer/balance.py        to each rank rows that cost as much
-    old_logprobs  trainer/trainer.py      of the policy before the step, with train.rescore
-    ref_logprobs  trainer/trainer.py      of the reference policy, for the KL term
-    train       trainer/trainer.py        clipped ratio + KL, backward, AdamW
-    count       trainer/run/step_counts.py         what the rollouts were like, what became of every token,
-                                           how far the trainer's log-probs are from the sampler's
-    publish     weights/publish/           what changed in the weights, as an immutable version
-    load        weights/load/              the engine samples with that version from now on
-    evaluate    evaluation/evaluator.py    reward on held-out questions
-    keep        replay/log.py              what a replay makes the step of, with log.replay
-    log         trainer/run/run_logger.py          metrics, rollouts, progress
-    checkpoint  trainer/checkpoint.py     what a run resumes from
-    watch       logging/learning_signal.py  a warning where there is nothing to learn from, or
-                                           trainer and sampler disagree
+    verb          room                        what it makes
+    take          tasks/cursor.py             the next questions
+    collect       agents/collect.py           rollouts of each, on one event loop
+    branch        algorithms/                 APPO: where further rollouts leave those at hand
+    score         rewards/                    one reward per rollout, from its final answer
+    advantages    algorithms/                 an advantage and a loss weight for every token
+    pack          trainer/packing.py          all turns as token trees
+    balance       trainer/balance.py          to each rank rows that cost as much
+    old_logprobs  trainer/trainer.py          of the policy before the step, with train.rescore
+    ref_logprobs  trainer/trainer.py          of the reference policy, for the KL term
+    train         trainer/trainer.py          clipped ratio + KL, backward, AdamW
+    count         trainer/run/step_counts.py  rollouts, what became of every token, and how far the
+                                              trainer's log-probs are from the sampler's
+    publish       weights/publish/            what changed in the weights, as an immutable version
+    load          weights/load/               the engine samples with that version from now on
+    evaluate      evaluation/evaluator.py     reward on held-out questions
+    keep          replay/log.py               what a replay makes the step of, with log.replay
+    log           trainer/run/run_logger.py   metrics, rollouts, progress
+    checkpoint    trainer/checkpoint.py       what a run resumes from
+    watch         logging/learning_signal.py  a warning where there is nothing to learn from, or
+                                              trainer and sampler disagree
 
-With `dataflow.url` nodes (`python -m flowtrain.rollouts.node`) do the first four, while this trains:
+With `dataflow.url` nodes (flowtrain/rollouts/node/) do the first four, while this trains:
 
-    next_batch  rollouts/batch_source.py       the step's batch, none staler than dataflow.max_staleness
+    next_batch    rollouts/batch_source.py    the batch, none staler than dataflow.max_staleness
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What a fork could hide (a fresh interpreter, its exit, torchrun) the tests try with real
 subprocesses. Nor do they predict the memory of activations, which takes a third of such a run;
-`setup/test_memory_plan.py` does.
+`trainer/setup/test_memory_plan.py` does.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import torch
 from ports import free_port
 from safetensors.torch import load_file
 from toy_options import FLOW
+
+from flowtrain.__main__ import COMMANDS
 
 TINY = (
     *("--tiny.hidden_size", "32", "--tiny.num_layers", "1", "--tiny.num_heads", "2"),
@@ -132,7 +134,8 @@ class Server:
         self._count += 1
         out, err = self._folder / f"{self._count}.out", self._folder / f"{self._count}.err"
         out.touch(), err.touch()
-        job = {"module": f"flowtrain.{module}", "argv": [*map(str, argv)], "before": before}
+        name, _ = COMMANDS.get(module, (f"flowtrain.{module}", ""))
+        job = {"module": name, "argv": [*map(str, argv)], "before": before}
         job |= {"cwd": cwd or self._folder, "env": env or {}, "with_picture": with_picture}
         pid = forks.ask(code=RUN, out=out, err=err, max_file_bytes=max_file_bytes, **job)
         return Process(pid, out, err, lambda: forks.ask(poll=pid))

@@ -18,7 +18,7 @@ FILES = {
     "flowtrain/__init__.py": 1,
     "flowtrain/train.py": 20,
     "flowtrain/records/task.py": 3,
-    "flowtrain/training/tree/pack.py": 5,
+    "flowtrain/trainer/packing/pack.py": 5,
     "flowtrain/agents/agentflow/flow.py": 7,
     "flowtrain/logging/page/page.js": 900,
     "kernels/flowkernels/loss.py": 11,

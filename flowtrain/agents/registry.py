@@ -24,8 +24,8 @@ BUILT_IN = plugins.built_in(
     {
         "agentflow": "agentflow.build:AGENTFLOW",
         "gateway": "gateway.agent:GatewayAgent",
-        "single": "talking.single_turn:SingleTurn",
-        "tools": "talking.tool_calling:ToolCallingAgent",
+        "single": "chat.single_turn:SingleTurn",
+        "tools": "chat.tool_calling:ToolCallingAgent",
     },
 )
 """The agents of this package by name; imported only when a run uses them."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from flowtrain.__main__ import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 COMPOSE = yaml.safe_load((DEPLOY / "compose" / "docker-compose.yml").read_text())
@@ -68,5 +70,5 @@ def _lines(text: str) -> list[str]:
 
 
 def _as_module(words: list[str]) -> str:
-    """The image's entry point is `flowtrain`: `flowtrain node` is `python -m flowtrain.rollouts.node`."""
-    return f"python -m flowtrain.{words[0]} {shlex.join(words[1:])}"
+    """Spell out what the image's entry point, `flowtrain`, makes of `flowtrain node ...`."""
+    return f"python -m {COMMANDS[words[0]][0]} {shlex.join(words[1:])}"

@@ -93,7 +93,7 @@ class Shell:
             return self.run(command)
         words = shlex.split(options)
         code, lines, out = server.run("train", *words, cwd=self.folder, with_picture=True)
-        assert code == 0, (command, lines)
+        assert code == 0, "\n".join(lines)
         return out + "\n".join(lines)
 
     def export(self, command: str) -> None:
@@ -154,6 +154,6 @@ def run_in_order(commands: list[str], shell: Shell, server: Server) -> list[str]
             shell.start(name, command)
             shell.wait_for(name, "serving ")
         elif "flowtrain.train" in command or "flowtrain.rollouts.node" in command:
-            kinds.append(re.findall(r"flowtrain\.(?:train|node)", command)[0])
+            kinds.append(re.findall(r"flowtrain\.(?:train|rollouts\.node)", command)[0])
             shell.fork(server, command)
     return kinds

@@ -50,9 +50,9 @@ def test_links_and_named_files_exist(page: Path) -> None:
 
 def test_mistakes_would_be_found() -> None:
     page = ROOT / "docs" / "design.md"
-    text = "[a](no.md) [b](kernels.md#no) [c](#no) [d](../flowtrain) `run/session.py` `trainer/run/run.py`"
+    text = "[a](no.md) [b](kernels.md#no) [c](#no) [d](../flowtrain) `run/is.py` `utils/files.py`"
     assert broken(page, text) == ["no.md", "kernels.md#no", "#no"]
-    assert gone(page, text) == ["run/session.py"]
+    assert gone(page, text) == ["run/is.py"]
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -56,7 +56,7 @@ class Crew:
         """Start the command `flowtrain.rollouts`, unless `before` does something else."""
         self._started[name] = command, before
         env = {"FLOWTRAIN_TOKEN": TOKEN, "no_proxy": "*"}
-        self._alive[name] = self._server.start("dataflow", *command, before=before, env=env)
+        self._alive[name] = self._server.start("rollouts", *command, before=before, env=env)
 
     def act(self, name: str, *words: str) -> None:
         both = {"here": str(HERE), "tests": str(HERE.parent)}

@@ -1,4 +1,4 @@
-"""`python -m flowtrain.rollouts.node` as real processes, a service on loopback and weights that change."""
+"""Nodes as processes, a service on loopback and weights that change."""
 
 from __future__ import annotations
 
