@@ -1,6 +1,6 @@
-"""Lines by room:  python .ci/house.py [CHECKOUT [CHECKOUT]] [--json F]
+"""Lines by room:  python .ci/house.py [CHECKOUT [CHECKOUT]] [--since [TAG]] [--json F]
 
-Two checkouts are counted side by side. Counted are all lines of Python and C++ sources, those of a
+Two checkouts are counted side by side, or one and what it was at a tag. Counted are all lines of Python and C++ sources, those of a
 test apart from what it tests. The core is what a reader of the trainer must know; the product is
 what users install.
 """
@@ -8,7 +8,11 @@ what users install.
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import subprocess
+import tarfile
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -33,6 +37,21 @@ def rooms(root: Path) -> dict[str, int]:
     return {name: number for name, number in found.items() if number}
 
 
+def rooms_at(tag: str, root: Path) -> dict[str, int]:
+    """Lines by room at a tag; "": at the last one, and none where nothing was tagged yet."""
+    tag = tag or _git(root, "tag", "--sort=creatordate").decode().split("\n")[-2:][0]
+    if not tag:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        archive = tarfile.open(fileobj=io.BytesIO(_git(root, "archive", tag)))
+        archive.extractall(folder, filter="data")
+        return rooms(Path(folder))
+
+
+def _git(root: Path, *words: str) -> bytes:
+    return subprocess.run(["git", "-C", str(root), *words], check=True, capture_output=True).stdout
+
+
 def num_lines(path: Path) -> int:
     """Lines of a file, or of the sources of a folder."""
     files = path.rglob("*") if path.is_dir() else [path]
@@ -54,11 +73,14 @@ def totals(found: Mapping[str, int]) -> dict[str, int]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Lines by room.")
     parser.add_argument("path", nargs="*", type=Path, default=[ROOT], help="one or two checkouts")
+    parser.add_argument("--since", nargs="?", const="", help="a tag; without its name the last one")
     parser.add_argument("--json", type=Path, help="also write the lines to this file")
     args = parser.parse_args(argv)
-    if len(args.path) > 2:
-        parser.error("takes one or two checkouts")
+    if len(args.path) > (1 if args.since is not None else 2):
+        parser.error("takes one or two checkouts, or one and --since")
     columns = [rooms(path.resolve()) for path in args.path]
+    if args.since is not None:
+        columns.insert(0, rooms_at(args.since, args.path[0]))
     columns = [{**found, **totals(found)} for found in columns]
     names = list(dict.fromkeys(name for column in reversed(columns) for name in column))
     names.sort(key=lambda name: name in totals({}))  # sums come last

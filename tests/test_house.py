@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -100,7 +101,15 @@ def test_rooms_keep_their_budgets(house: ModuleType) -> None:
     found = house.rooms(ROOT)
     assert set(budgets) == {name for name, number in found.items() if number > 100}
     over = {n: (found[n], budget) for n, budget in budgets.items() if found[n] > budget}
-    assert not over, "lines found and the budget"
+    assert not over, f"lines found and the budget; {grown(house, found)}"
+
+
+def grown(house: ModuleType, found: dict[str, int]) -> str:
+    """Say what each room has gained or lost since the last release."""
+    before = house.rooms_at("", ROOT) if (ROOT / ".git").exists() else {}
+    changes = {name: found.get(name, 0) - before.get(name, 0) for name in {*found, *before}}
+    text = ", ".join(f"{name} {number:+,}" for name, number in sorted(changes.items()) if number)
+    return f"since the last release: {text}" if before else "nothing was released yet"
 
 
 def test_lines_are_those_of_the_sources_by_room(house: ModuleType, checkout: Path) -> None:
@@ -129,6 +138,28 @@ def test_two_checkouts_stand_side_by_side(
     assert line.split() == ["*", "flowtrain/trainer", "5", "5"]
     written = json.loads((tmp_path / "lines.json").read_text())
     assert written["before"] == written["after"] and written["after"]["the core"] == 28
+
+
+def test_a_checkout_stands_beside_its_last_tag(
+    house: ModuleType, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def git(*words: str) -> None:
+        author = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *author, "-C", checkout, *words], check=True, capture_output=True)
+
+    git("init")
+    assert house.rooms_at("", checkout) == {}
+    git("add", ".")
+    git("commit", "-m", "one")
+    for tag in ("v0.1.0", "v0.2.0"):
+        git("tag", tag)
+        path = checkout / "bench" / "step.py"
+        path.write_text("pass\n" * (20 if tag == "v0.1.0" else 30))
+        git("commit", "-am", "more")
+    house.main([str(checkout), "--since"])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "bench" in line)
+    assert line.split() == ["bench", "20", "30"]
+    assert house.rooms_at("v0.1.0", checkout)["bench"] == 17
 
 
 def test_a_folder_that_is_no_checkout_is_refused(house: ModuleType, tmp_path: Path) -> None:
