@@ -24,8 +24,8 @@ from flowtrain.trainer.setup.components import LearnerComponents
 from flowtrain.trainer.setup.learner import Learner
 from flowtrain.trainer.setup.placement import Placement
 from flowtrain.weights import WeightStore
-from flowtrain.weights.format.layout import digest_hex
-from flowtrain.weights.publish.digests import digests_of
+from flowtrain.weights.format.manifest import digest_hex
+from flowtrain.weights.format.tensor_shards import digests_of
 
 Say = Callable[[str], None]
 

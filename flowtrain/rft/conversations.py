@@ -28,7 +28,7 @@ from flowtrain.rft.imitation import fit, listed, named, sample_of, trainable
 from flowtrain.tasks.rows import Row, read_rows
 from flowtrain.trainer.setup.components import LearnerComponents
 from flowtrain.utils.waiting import waiting
-from flowtrain.weights.ranks import together
+from flowtrain.weights.ranks import on_all_ranks
 
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 
@@ -44,7 +44,7 @@ def imitate_file(components: LearnerComponents, interrupt: Interrupt) -> int:
         replies.extend(read_replies(config, components.tokenizer, world.rank, world.size))
 
     with waiting("reading the conversations", world.is_main):
-        together(world, read, other_failed=UserError)
+        on_all_ranks(world, read, other_failed=UserError)
     samples = [sample_of(call, config.rft.prompt_weight) for call in replies]
     batch = trainable(components, samples)
     num_turns, *left_out = world.sum([len(batch.samples), *batch.num_filtered.values()])

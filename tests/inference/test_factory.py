@@ -28,7 +28,7 @@ from flowtrain.trainer.model.loading import named_weights
 from flowtrain.trainer.model.lora import WEIGHTS, adapter_weights, add_adapter
 from flowtrain.trainer.setup.components import RunComponents
 from flowtrain.weights import Publisher, WeightStore, open_source
-from flowtrain.weights.format.layout import TensorSpec
+from flowtrain.weights.format.manifest import TensorSpec
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(6, temperature=0.0, ignore_end=True)

@@ -22,7 +22,7 @@ from flowtrain.inference.vllm.process import VllmModel, cpu_environment
 from flowtrain.records import Completion, Sampling, VersionSpan
 from flowtrain.trainer.model import loading as models
 from flowtrain.weights import Publisher, StoreError, WeightStore
-from flowtrain.weights.format.layout import digest_hex
+from flowtrain.weights.format.manifest import digest_hex
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

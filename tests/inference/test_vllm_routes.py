@@ -24,8 +24,7 @@ from flowtrain.inference.vllm.process import VllmModel, cpu_environment, engine_
 from flowtrain.inference.vllm.routes import routes_of
 from flowtrain.records import Completion, FinishReason, Routes, Sampling, UserError
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
-from flowtrain.weights.format.adapters import AdapterSpec
-from flowtrain.weights.format.layout import digest_hex
+from flowtrain.weights.format.manifest import AdapterSpec, digest_hex
 
 SHARED = tuple(range(100, 170))
 PROMPTS = [(5,), (9, 8, 7), SHARED, (*SHARED[:64], 1, 2, 3), (*SHARED, 4), tuple(range(20, 90))]

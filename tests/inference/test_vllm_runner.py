@@ -24,7 +24,7 @@ from flowtrain.inference.vllm.engine import AdapterEngine, VllmEngine
 from flowtrain.inference.vllm.process import VllmModel
 from flowtrain.records import Completion, FinishReason, Sampling, UserError, VersionSpan
 from flowtrain.weights import StoreError
-from flowtrain.weights.format.adapters import AdapterSpec
+from flowtrain.weights.format.manifest import AdapterSpec
 
 OPTIONS = Vllm()
 

@@ -37,7 +37,7 @@ from flowtrain.trainer.setup.placement import Placement
 from flowtrain.trainer.setup.token_budget import with_token_budget
 from flowtrain.utils.waiting import waiting
 from flowtrain.weights import WeightStore
-from flowtrain.weights.ranks import together
+from flowtrain.weights.ranks import on_all_ranks
 
 
 def beside(components: RunComponents, policy: PolicyName) -> RunComponents:
@@ -49,7 +49,7 @@ def beside(components: RunComponents, policy: PolicyName) -> RunComponents:
     algorithm.check_agent(components.agent_kind)
     with waiting(f"loading {config.model.path}", world.is_main):
         load = partial(load_trained_policy, config, components.tasks, world.is_main)
-        tokenizer, model = together(world, load, other_failed=UserError)
+        tokenizer, model = on_all_ranks(world, load, other_failed=UserError)
     return replace(
         components,
         algorithm=algorithm,

@@ -15,7 +15,7 @@ from flowtrain.trainer.distributed import World
 from flowtrain.trainer.setup.components import RunComponents
 from flowtrain.trainer.setup.learner import Learner
 from flowtrain.utils.files import remove, writing
-from flowtrain.weights.ranks import together
+from flowtrain.weights.ranks import on_all_ranks
 
 SPLITS = "splits"
 """The key of the manifest that holds the fingerprints of what the run holds out."""
@@ -36,7 +36,7 @@ def check_left(config: Config, world: World) -> None:
         found = checkpoint.latest(root) if max(steps, default=0) > num_steps else None
         return 0 if found is None else int(checkpoint.load_state(found)["step"])
 
-    num_done = round(world.max([together(world, count, other_failed=UserError)])[0])
+    num_done = round(world.max([on_all_ranks(world, count, other_failed=UserError)])[0])
     if num_done > num_steps:
         raise NothingToDo(f"{num_done} of {num_steps} steps are done, so nothing is left to do")
 
@@ -64,7 +64,7 @@ def check_splits(components: RunComponents) -> None:
             "tasks.held_out_share back, or choose another --run.dir"
         )
 
-    together(components.world, check, other_failed=UserError)
+    on_all_ranks(components.world, check, other_failed=UserError)
 
 
 def resume(
@@ -91,7 +91,7 @@ def resume(
             )
         return str(found or "")
 
-    chosen, *_ = world.gather_text(together(world, choose, other_failed=UserError))
+    chosen, *_ = world.gather_text(on_all_ranks(world, choose, other_failed=UserError))
     if not chosen:
         return {"step": 0, "cursor": 0, "dataflow": ""}
     path = Path(chosen)

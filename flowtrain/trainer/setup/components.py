@@ -52,7 +52,7 @@ from flowtrain.trainer.setup.tiny_policy import new_policy
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.waiting import waiting
 from flowtrain.weights import Source
-from flowtrain.weights.ranks import together
+from flowtrain.weights.ranks import on_all_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class LearnerComponents:
         config = algorithm.config
         tasks = task_set(config) if config.model.path == "tiny" else TaskSet((), {}, ())
         load = partial(load_trained_policy, config, tasks, with_weights=world.is_main)
-        tokenizer, model = together(world, load, other_failed=UserError)
+        tokenizer, model = on_all_ranks(world, load, other_failed=UserError)
         return cls(world=world, algorithm=algorithm, tokenizer=tokenizer, model=model)
 
     @property
@@ -127,7 +127,7 @@ class LearnerComponents:
                 begun = manifest(run.seed, sys.argv, self.world.size)
                 RunDir.create(path, to_toml(self.config), {**begun, **(facts or {})})
 
-        together(self.world, create, other_failed=UserError)
+        on_all_ranks(self.world, create, other_failed=UserError)
         return RunDir.open(path)
 
 
@@ -179,7 +179,7 @@ class RunComponents(LearnerComponents):
             is_given = with_tasks or config.model.path == "tiny"
             tasks = task_set(config, fictional) if is_given else without_tasks(config)
         has_judge = config.roles.judge != "none"
-        together(
+        on_all_ranks(
             world,
             lambda: check_tasks(tasks, functions, has_judge) if world.is_main else None,
             other_failed=UserError,
@@ -187,7 +187,7 @@ class RunComponents(LearnerComponents):
         with waiting(f"loading {config.model.path}", world.is_main):
             has_weights = with_weights and world.is_main
             load = partial(load_trained_policy, config, tasks, has_weights)
-            tokenizer, model = together(world, load, other_failed=UserError)
+            tokenizer, model = on_all_ranks(world, load, other_failed=UserError)
         if not with_weights:
             model.to("meta")  # a "tiny" one has some all the same
         trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
@@ -349,7 +349,7 @@ def lock_run_dir(config: Config, world: World) -> ExitStack:
         if world.is_main:
             cleanup.enter_context(RunDir.lock(Path(config.run.dir), "--run.dir"))
 
-    together(world, lock, other_failed=UserError)
+    on_all_ranks(world, lock, other_failed=UserError)
     return cleanup
 
 

@@ -41,7 +41,7 @@ from flowtrain.trainer.token_scores import attach_logprobs
 from flowtrain.trainer.trainer import OptimSpec, Trainer
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights.format.files import writing_tensors
-from flowtrain.weights.ranks import Alone, Ranks, together
+from flowtrain.weights.ranks import Ranks, SingleRank, on_all_ranks
 
 Rows = Sequence[Sequence[PackedRow]]
 """Rows of a step, by mini-batch."""
@@ -165,7 +165,7 @@ class Learner:
             ranks, keep = self.placement.trainers, versions_kept(self.config)
             with writing_tensors(self.store.root):
                 metrics = self.publisher.publish(self.weights, version).metrics()
-                together(
+                on_all_ranks(
                     ranks,
                     lambda: self.store.collect_garbage(*keep) if ranks.is_main else None,
                     other_failed=OSError,
@@ -197,7 +197,7 @@ class Learner:
     def _roll_back(self, version: int) -> None:
         ranks = self.placement.trainers
         with writing_tensors(self.store.root):
-            together(
+            on_all_ranks(
                 ranks,
                 lambda: self.store.rollback(version) if ranks.is_main else None,
                 other_failed=OSError,
@@ -230,7 +230,7 @@ class Learner:
         """Wait until the newest checkpoint is on the disk, and raise what was raised there."""
         checkpoints = self.checkpoints
         wait = (lambda: None) if checkpoints is None else checkpoints.wait
-        together(self.placement.world, wait, other_failed=UserError)
+        on_all_ranks(self.placement.world, wait, other_failed=UserError)
 
 
 def optim_spec(components: LearnerComponents) -> OptimSpec:
@@ -318,12 +318,12 @@ def publish_start(components: LearnerComponents, store: WeightStore) -> None:
 
     def publish() -> None:
         if world.is_main:
-            publisher = make_publisher(components, store, Alone())
+            publisher = make_publisher(components, store, SingleRank())
             publisher.publish(published_weights(components.model, components.config.lora.sync), 0)
             publisher.close()
 
     with writing_tensors(store.root):
-        together(world, publish)
+        on_all_ranks(world, publish)
 
 
 def versions_kept(config: Config) -> tuple[int, float]:

@@ -47,7 +47,9 @@ class Placement:
         if not num_engines:
             return cls(world, world, world)
         ranks = range(world.size)
-        return cls(world, world.part(ranks[:-num_engines]), world.part(ranks[-num_engines:]))
+        return cls(
+            world, world.subworld(ranks[:-num_engines]), world.subworld(ranks[-num_engines:])
+        )
 
     @property
     def is_split(self) -> bool:
