@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flowtrain.config import Config
 from flowtrain.records import SampleId, UserError
 from flowtrain.replay.batch_digests import difference, left_out, missing
 from flowtrain.replay.recorded import Recorded
@@ -21,7 +22,7 @@ from flowtrain.trainer.distributed import World
 from flowtrain.trainer.model.loading import whole
 from flowtrain.trainer.records import Prepared
 from flowtrain.trainer.setup.components import LearnerComponents
-from flowtrain.trainer.setup.learner import Learner
+from flowtrain.trainer.setup.learner import Follower, Learner, make_learner
 from flowtrain.trainer.setup.placement import Placement
 from flowtrain.weights import WeightStore
 from flowtrain.weights.format.manifest import digest_hex
@@ -64,7 +65,7 @@ class Session:
     """A replay that is under way. Methods are collective."""
 
     recorded: Recorded
-    learner: Learner
+    learner: Follower
     outcome: Outcome
     tolerance: float | None
     is_exact: bool
@@ -73,7 +74,7 @@ class Session:
 
     @property
     def world(self) -> World:
-        return self.learner.placement.world
+        return self.learner.components.placement.world
 
     def run(self) -> None:
         """Make the steps again, until one differs."""
@@ -174,9 +175,9 @@ class Session:
     def _digests(self) -> dict[str, str]:
         """Compute the digests of the weights by tensor, on every rank."""
         learner, own = self.learner, {}
-        if learner.trainer is not None:
+        if isinstance(learner, Learner):
             dtype = getattr(torch, learner.config.model.dtype)
-            ranks, threads = learner.placement.trainers, torch.get_num_threads()
+            ranks, threads = learner.components.placement.trainers, torch.get_num_threads()
             found = digests_of(learner.weights, dtype, ranks, threads)
             own = {name: digest_hex(digest) for name, digest in found.items()}
         digests: dict[str, str] = json.loads(self.world.gather_text(json.dumps(own))[0])
@@ -186,7 +187,7 @@ class Session:
         """Look for the first word that differs, where the run still has the version."""
         learner, config = self.learner, self.learner.config
         ours = {}
-        if learner.trainer is not None:
+        if isinstance(learner, Learner):
             ours = whole(learner.weights)
         found = unknown(step, names)
         if self.world.is_main:
@@ -216,7 +217,7 @@ def replay(
     recorded = Recorded.read(run)
     steps = _steps(recorded, first, last)
     with _open(recorded, steps) as (learner, notes):
-        world = learner.placement.world
+        world = learner.components.placement.world
         outcome = Outcome(steps, notes=notes)
         is_exact = not notes
         for note in notes:
@@ -263,16 +264,16 @@ def _ranges(steps: Collection[int]) -> str:
 
 
 @contextmanager
-def _open(recorded: Recorded, steps: range) -> Iterator[tuple[Learner, list[str]]]:
+def _open(recorded: Recorded, steps: range) -> Iterator[tuple[Follower, list[str]]]:
     """Build the half of the run that learns, with the weights and moments before the first step."""
     config = recorded.config(recorded.life_of(steps.start))
     start = _start(recorded, steps.start)
     world = World.join(config.run.device, config.run.collective_timeout_s)
     try:
-        components = LearnerComponents.load(config, world)
-        placement, notes = _placement(recorded, components, steps)
+        placement, notes = _placement(recorded, config, world, steps)
+        components = LearnerComponents.load(config, placement)
         store = WeightStore(recorded.run / "weights")
-        learner = Learner.make(components, placement, store, recorded.run / "checkpoints")
+        learner = make_learner(components, store, recorded.run / "checkpoints")
         if start is not None:
             learner.resume(start)
         yield learner, notes
@@ -298,16 +299,14 @@ def _start(recorded: Recorded, first: int) -> Path | None:
 
 
 def _placement(
-    recorded: Recorded, components: LearnerComponents, steps: range
+    recorded: Recorded, config: Config, world: World, steps: range
 ) -> tuple[Placement, list[str]]:
     """Place the ranks as the run did where there are as many; say why bits cannot be expected."""
-    world, notes = components.world, []
+    notes = []
     lines = [recorded.steps[step] for step in steps if step in recorded.steps]
     before: dict[str, Any] = dict(recorded.lives[recorded.life_of(steps.start)])
     is_same = before["num_ranks"] == world.size
-    placement = (
-        Placement.of(components.config, world) if is_same else Placement(world, world, world)
-    )
+    placement = Placement.of(config, world) if is_same else Placement.colocated(world)
     if not all(_has_same_sums(line, world) for line in lines):
         numbers = " and ".join(map(str, sorted({line["num_ranks"] for line in lines})))
         notes.append(

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
 from dataclasses import replace
 from threading import Event
 from typing import TYPE_CHECKING, TypeVar
@@ -299,26 +298,6 @@ class BatchSource:
                 f"dataflow.max_staleness={self._options.max_staleness}"
             )
         return found
-
-
-def open_batch_source(
-    config: Config,
-    world: World,
-    policy: Register,
-    *,
-    trained_from: str,
-    interrupt: Interrupt,
-    note: Callable[[str], None],
-) -> BatchSource:
-    """Register a policy with the dataflow, as `BatchSource.register` does; nodes may pull its
-    weights from now on.
-    """
-    source = BatchSource(connect(config), config, world, interrupt, note)
-    with ExitStack() as cleanup:
-        cleanup.callback(source.close)
-        source.register(policy, trained_from)
-        cleanup.pop_all()
-    return source
 
 
 def connect(config: Config) -> Client:

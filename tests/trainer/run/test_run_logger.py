@@ -15,9 +15,7 @@ from flowtrain.records import UserError
 from flowtrain.trainer.devices import MemoryPeak
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.records import Prepared, Rollouts
-from flowtrain.trainer.run.run_logger import RunLogger
-from flowtrain.trainer.run.step_counts import Counted
-from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.run.run_logger import Counted, RunLogger
 from flowtrain.trainer.setup.placement import Placement
 from tests.make import group, rollout, turn
 
@@ -44,9 +42,8 @@ def logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunLogge
     monkeypatch.setattr("flowtrain.trainer.run.run_logger.TrajectoryLog", SlowDisk)
     monkeypatch.setattr(SlowDisk, "room", threading.Event())
     world = World(0, 1, torch.device("cpu"))
-    components = cast(RunComponents, SimpleNamespace(config=Config()))
-    place, memory = Placement(world, world, world), MemoryPeak(world.device)
-    made = RunLogger(components, place, RunDir(tmp_path), memory=memory, start_step=0)
+    place, memory = Placement.colocated(world), MemoryPeak(world.device)
+    made = RunLogger(Config(), place, RunDir(tmp_path), memory, start_step=0)
     yield made
     SlowDisk.room.set()
     made.close()
@@ -60,10 +57,8 @@ def log(logger: RunLogger, step: int) -> None:
         cast(Prepared, SimpleNamespace(batch=batch)),
         trained={},
         counted=cast(Counted, SimpleNamespace(metrics={})),
-        weights={},
-        kept={},
         evaluation=None,
-        seconds={"train_s": 1.0},
+        metrics={"train_s": 1.0},
     )
 
 
