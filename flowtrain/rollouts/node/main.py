@@ -80,7 +80,7 @@ def _serve(
     """
     locations = _wait_for_trainers(member, config, stores)
     with make_sampler(config, locations, token, cache) as sampler:
-        member.announce(sampler.layouts, sampler.meter.read)
+        member.announce(sampler.layouts, sampler.sampled.copy)
         wait_s = config.dataflow.wait_s
         syncer = WeightSyncer(sampler.engines, sampler.stores, sampler.layouts, wait_s)
         syncer.on_policy_state(member.policies)

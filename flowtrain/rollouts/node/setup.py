@@ -6,6 +6,7 @@ import asyncio
 import functools
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from flowtrain.evaluation.evaluator import scoring_of
 from flowtrain.inference.endpoint import Endpoint
 from flowtrain.inference.endpoint_scorer import EndpointScorer
 from flowtrain.inference.factory import make_engine
-from flowtrain.inference.metered import Meter
 from flowtrain.inference.protocol import Engine, Scorer
 from flowtrain.records import BranchPoint, BranchStart, Group, Task, Trajectory, UserError
 from flowtrain.rewards import Judge, score_one
@@ -40,8 +40,8 @@ class Sampler:
     rollout: Rollout
     answer: Answer
     engines: Mapping[str, Engine]
-    meter: Meter
-    """Counts the tokens that `rollout` samples."""
+    sampled: Counter[str]
+    """Tokens that `rollout` has sampled, by policy."""
     stores: Mapping[str, Source]
     """Weight stores of the policies that are trained."""
     layouts: Mapping[str, str]
@@ -99,8 +99,8 @@ def make_sampler(
         engines = components.make_policy_engines(stores, branches=components.branches)
         branching = _make_branching(components, engines[components.config.train.policy], cleanup)
         max_turns = components.config.agent.max_turns
-        meter = Meter.of(engines)
-        agent = components.make_agent(meter.engines, max_turns)
+        sampled = Counter(dict.fromkeys(engines, 0))
+        agent = components.make_agent(engines, max_turns, sampled=sampled)
         cleanup.callback(agent.close)
         judge = components.make_judge()
         functions = components.reward_functions
@@ -109,7 +109,7 @@ def make_sampler(
         )
         rollout = _make_rollout(components, agent, engines, score)
         answer = _make_answer(components, engines, judge, cleanup)
-        yield Sampler(rollout, answer, engines, meter, stores, layouts, branching)
+        yield Sampler(rollout, answer, engines, sampled, stores, layouts, branching)
 
 
 def _make_rollout(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,6 @@ from flowtrain.evaluation.evaluator import Evaluator
 from flowtrain.evaluation.metrics import load_benchmarks
 from flowtrain.evaluation.nodes import PoolEvaluations
 from flowtrain.inference.chat_engines import ChatEngines
-from flowtrain.inference.metered import Meter
 from flowtrain.inference.protocol import Engine
 from flowtrain.logging import atomic_write_text
 from flowtrain.logging.learning_signal import LearningSignal
@@ -81,7 +81,7 @@ class _Flow:
     memory_plan: MemoryPlan
     stores: Mapping[str, WeightStore]
     engines: dict[str, Engine]
-    meter: Meter
+    sampled: Counter[PolicyName]
     agent: Agent
     judge: Judge | None
     benchmarks: Mapping[str, Sequence[Task]]
@@ -116,8 +116,8 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         else components.make_no_engines()
     )
     judge = components.make_judge()
-    meter = Meter.of(engines)
-    agent = components.make_agent(meter.engines, config.agent.max_turns)
+    sampled = Counter[PolicyName]()
+    agent = components.make_agent(engines, config.agent.max_turns, sampled=sampled)
     cleanup.callback(agent.close)
     flow = _Flow(
         placement=placement,
@@ -126,7 +126,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         memory_plan=memory_plan,
         stores=stores,
         engines=engines,
-        meter=meter,
+        sampled=sampled,
         agent=agent,
         judge=judge,
         benchmarks=benchmarks,
@@ -199,7 +199,7 @@ def _open_policy(flow: _Flow, components: RunComponents, first: Run | None = Non
         interrupt=flow.interrupt,
         engines=flow.engines,
         agent=flow.agent,
-        meter=flow.meter,
+        sampled=flow.sampled,
         judge=flow.judge if first is None else None,  # which is asked, and counted, once
         learner=learner,
         cursor=cursor if first is None else first.cursor,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -20,22 +21,20 @@ from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.evaluation.evaluator import Evaluator, Found, Measured, held_out_name
 from flowtrain.evaluation.nodes import PoolEvaluations
-from flowtrain.inference.metered import Meter
 from flowtrain.inference.protocol import Engine
 from flowtrain.logging import RunDir, atomic_write_text
 from flowtrain.logging.learning_signal import LearningSignal
 from flowtrain.logging.mismatch import MismatchGate
 from flowtrain.logging.profiler import profiled
-from flowtrain.records import TokenAccount, Trajectory
+from flowtrain.records import PolicyName, Rollouts, TokenAccount, TrainBatch, Trajectory
 from flowtrain.rewards import Judge
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
-from flowtrain.trainer.records import Prepared, Rollouts
 from flowtrain.trainer.run.run_logger import RunLogger
 from flowtrain.trainer.run.step_counts import Counted, count_step
 from flowtrain.trainer.setup.components import RunComponents
-from flowtrain.trainer.setup.learner import Learner
+from flowtrain.trainer.setup.learner import Learner, Rows
 from flowtrain.trainer.setup.memory_plan import MemoryPlan
 from flowtrain.trainer.setup.placement import Placement
 from flowtrain.utils.waiting import waiting
@@ -54,8 +53,8 @@ class Run:
     engines: dict[str, Engine]
     """Engines by policy; the trained policy's engine follows the published versions."""
     agent: Agent
-    meter: Meter
-    """Counts the tokens that the agent samples."""
+    sampled: Counter[PolicyName]
+    """Tokens that the agent has sampled, by policy, and that no step has counted yet."""
     judge: Judge | None
     cursor: TaskCursor | MixedCursor
     signal: LearningSignal
@@ -114,7 +113,12 @@ class Run:
             self.components.chats.sleep()
 
     def count(
-        self, step: int, rollouts: Rollouts, prepared: Prepared, trained: Mapping[str, float]
+        self,
+        step: int,
+        rollouts: Rollouts,
+        batch: TrainBatch,
+        packed: Rows,
+        trained: Mapping[str, float],
     ) -> Counted:
         """Count a step over all ranks: its rollouts, its tokens, and trainer against sampler."""
         policy = self.config.train.policy
@@ -122,10 +126,11 @@ class Run:
         return count_step(
             step,
             rollouts,
-            prepared,
+            batch,
+            packed,
             trained,
             config=self.config,
-            sampled=self.meter.take(policy) if self.pool is None else None,
+            sampled=self.sampled.pop(policy, 0) if self.pool is None else None,
             spent={**self.components.chats.metrics(), **judge},
             peak_bytes=self.logger.peak_bytes(),
             world=self.placement.world,

@@ -11,9 +11,9 @@ from flowtrain.logging.rollout_parts import count_parts, part_metrics
 from flowtrain.logging.rollouts import RolloutStats, count_rollouts
 from flowtrain.logging.tally import Tally
 from flowtrain.logging.token_counts import account, count_tokens
-from flowtrain.records import TokenAccount
+from flowtrain.records import Rollouts, TokenAccount, TrainBatch
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.records import Prepared, Rollouts
+from flowtrain.trainer.setup.learner import Rows
 
 
 class Counted(NamedTuple):
@@ -30,7 +30,8 @@ class Counted(NamedTuple):
 def count_step(
     step: int,
     rollouts: Rollouts,
-    prepared: Prepared,
+    batch: TrainBatch,
+    packed: Rows,
     trained: Mapping[str, float],
     *,
     config: Config,
@@ -42,12 +43,13 @@ def count_step(
     """Count this rank's part of a step, and put it together with the others'; collective.
 
     Args:
+        batch, packed: what is trained of the rollouts, before and after packing.
         trained: statistics of the optimizer steps; empty on a rank that does not train.
         sampled: tokens that this rank's engine has returned for the rollouts; None: nodes did.
         spent: counts of this rank's requests to other models.
         peak_bytes: most memory that this rank has taken.
     """
-    groups, batch, policy = rollouts.groups, prepared.batch, config.train.policy
+    groups, policy = rollouts.groups, config.train.policy
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     tally = Tally()
     tally.add(count_rollouts(trajectories, config.agent.tools))
@@ -56,7 +58,7 @@ def count_step(
     count_parts(tally, trajectories, config)
     of_policy = [group.of_policy(policy) for group in groups]
     count_signal(tally, of_policy, batch, config.reward.low)
-    count_tokens(tally, groups, batch, prepared.rows, policy=policy, sampled=sampled)
+    count_tokens(tally, groups, batch, packed, policy=policy, sampled=sampled)
     tally.add(spent)
     tally.highest("peak_bytes", peak_bytes)
     for name in ("num_tokens", "num_tokens_skipped"):  # which only ranks that train know
