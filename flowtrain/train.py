@@ -42,9 +42,9 @@ from flowtrain.agents.collect import collect, collect_branches
 from flowtrain.algorithms.dynamic_sampling import joined, mixed_first
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt
+from flowtrain.records import Rollouts
 from flowtrain.replay.log import ReplayLog
 from flowtrain.rewards import score, shuffle_rewards
-from flowtrain.trainer.records import Rollouts
 from flowtrain.trainer.run.dry_run import dry_run
 from flowtrain.trainer.run.opening import open_run
 from flowtrain.trainer.run.run import Run
@@ -95,25 +95,26 @@ def learn(
     """Train a policy by the step's rollouts; others that are trained learn from the same ones."""
     learner = run.learner
     with timer("collect"):
-        prepared = learner.pack(learner.advantages(rollouts))
+        batch = learner.advantages(rollouts)
+        packed = learner.pack(batch)
     with timer("train"):
         run.sleep()
-        rows = learner.balance(prepared.rows)
+        rows = learner.balance(packed)
         rows = learner.old_logprobs(rows)
         rows = learner.ref_logprobs(rows)
         trained = learner.train(step, rows)
-    counted = run.count(step, rollouts, prepared, trained)
+    counted = run.count(step, rollouts, batch, packed, trained)
     with timer("publish"):
         published = run.publish(step, counted.tokens)
     with timer("load"):
         loaded = run.load(step)
     with timer("eval"):
         evaluation = run.evaluate(step)
-    kept = replay_log.keep(step, rollouts, prepared.batch)
+    kept = replay_log.keep(step, rollouts, batch)
     run.logger.log(
         step,
         rollouts,
-        prepared,
+        batch,
         trained=trained,
         counted=counted,
         evaluation=evaluation,

@@ -29,13 +29,11 @@ from flowtrain.config import Config
 from flowtrain.config.options import to_toml
 from flowtrain.logging import RunDir
 from flowtrain.logging.jsonl import append_lines, cut_lines, read_lines
-from flowtrain.records import Group, SampleId, TrainBatch, UserError
+from flowtrain.records import Group, Rollouts, SampleId, Scored, TrainBatch, UserError
 from flowtrain.replay.batch_digests import digests_of
 from flowtrain.rollouts.codec import pack, unpack
 from flowtrain.rollouts.contract import Refused
-from flowtrain.trainer.records import Rollouts
 from flowtrain.trainer.setup.placement import Placement
-from flowtrain.trainer.token_scores import Scored
 from flowtrain.utils.files import make_folder, remove, replace_file, writing
 from flowtrain.weights import WeightStore
 from flowtrain.weights.format.manifest import Manifest, digest_hex

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from flowtrain.config import Config
-from flowtrain.records import SampleId, UserError
+from flowtrain.records import SampleId, TrainBatch, UserError
 from flowtrain.replay.batch_digests import difference, left_out, missing
 from flowtrain.replay.recorded import Recorded
 from flowtrain.replay.weights import Difference, compare, differing, recorded_weights, unknown
 from flowtrain.trainer import checkpoint
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.model.loading import whole
-from flowtrain.trainer.records import Prepared
 from flowtrain.trainer.setup.components import LearnerComponents
 from flowtrain.trainer.setup.learner import Follower, Learner, make_learner
 from flowtrain.trainer.setup.placement import Placement
@@ -113,10 +112,10 @@ class Session:
         """Make a step again; False where it differs."""
         started = time.monotonic()
         learner = self.learner
-        prepared = learner.pack(learner.advantages(self.recorded.rollouts(step, self.world)))
-        if text := self._batch_difference(step, prepared):
+        batch = learner.advantages(self.recorded.rollouts(step, self.world))
+        if text := self._batch_difference(step, batch):
             return self._differs(f"step {step}: the batch differs: {text}")
-        rows = learner.balance(prepared.rows)
+        rows = learner.balance(learner.pack(batch))
         rows = learner.ref_logprobs(learner.old_logprobs(rows))
         learner.train(step, rows)
         prepared_at = time.monotonic()
@@ -128,13 +127,13 @@ class Session:
         self.say(f"step {step}: {seconds:.2f} s ({compared_s:.2f} s of it comparing); {count}")
         return True
 
-    def _batch_difference(self, step: int, prepared: Prepared) -> str:
+    def _batch_difference(self, step: int, batch: TrainBatch) -> str:
         """Name the first place where the batch is not that of the run, over all ranks."""
         recorded = self.recorded.batch(step)
         own = {
-            "found": difference(prepared.batch, recorded["samples"]),
-            "trained": [sample.sample_id for sample in prepared.batch.samples],
-            "left_out": left_out(prepared.batch),
+            "found": difference(batch, recorded["samples"]),
+            "trained": [sample.sample_id for sample in batch.samples],
+            "left_out": left_out(batch),
         }
         every = [json.loads(text) for text in self.world.gather_text(json.dumps(own))]
         trained = {SampleId(*each) for part in every for each in part["trained"]}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.logging.token_counts import versions
-from flowtrain.records import Group, Outage, TokenAccount, UserError, account_of
+from flowtrain.records import Group, Outage, Rollouts, TokenAccount, UserError, account_of
 from flowtrain.rollouts.codec import unpack_group
 from flowtrain.rollouts.contract import (
     AssignedGroup,
@@ -32,7 +32,6 @@ from flowtrain.rollouts.contract import (
 )
 from flowtrain.rollouts.heartbeat import Heartbeat
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.records import Rollouts
 from flowtrain.utils.net.serving import TOKEN_VARIABLE
 
 if TYPE_CHECKING:

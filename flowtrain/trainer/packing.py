@@ -99,11 +99,9 @@ class PackedRow:
         return SamplingMask(self.mask_ids_K, self.mask_offsets_T1)
 
     def to(self, device: torch.device) -> PackedRow:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
         moved: dict[str, Any] = {
-            name: x.to(device, non_blocking=True)
-            for name, x in values.items()
-            if isinstance(x, Tensor)
+            name: x.to(device, non_blocking=True) for name, x in values if isinstance(x, Tensor)
         }
         return replace(self, **moved)
 
@@ -251,6 +249,8 @@ def _pack_row(
     assert len(sample_ids) in (0, len(samples)), "all samples of a row have an id, or none has"
     divisors = [s.divisor for s in samples if s.divisor is not None]
     assert len(divisors) in (0, len(samples)), "all samples of a row have a divisor, or none has"
+    mask_ids_K, mask_offsets_T1 = _mask_tensors(samples)
+    routes_NLC, num_route_conflicts = _routes(samples, layout)
     return PackedRow(
         input_ids_N=torch.tensor(input_ids, dtype=torch.int64),
         position_ids_N=torch.tensor(position_ids, dtype=torch.int64),
@@ -272,9 +272,11 @@ def _pack_row(
         ref_logprob_T=targets([x for s in samples for x in s.ref_logprobs]) if has_ref else None,
         sample_ids=sample_ids,
         divisor_S=targets(divisors) if divisors else None,
+        mask_ids_K=mask_ids_K,
+        mask_offsets_T1=mask_offsets_T1,
+        routes_NLC=routes_NLC,
         version_T=_versions(samples),
-        **_mask_tensors(samples),
-        **_route_fields(samples, layout),
+        num_route_conflicts=num_route_conflicts,
     )
 
 
@@ -290,25 +292,24 @@ def _versions(samples: Sequence[Sample]) -> Tensor | None:
     return torch.cat(parts)
 
 
-def _mask_tensors(samples: Sequence[Sample]) -> dict[str, Any]:
-    """The sampling masks of all targets; {} where every sample was drawn from all ids."""
+def _mask_tensors(samples: Sequence[Sample]) -> tuple[Tensor | None, Tensor | None]:
+    """The sampling masks of all targets; None where every sample was drawn from all ids."""
     masks = [s.sampling_mask for s in samples]
     found = [torch.tensor(mask.ids, dtype=torch.int64) for mask in masks if mask is not None]
     if not found:
-        return {}
+        return None, None
     counts = [
         count
         for s, mask in zip(samples, masks, strict=True)
         for count in ((0,) * len(s.response_ids) if mask is None else mask.counts)
     ]
-    return {
-        "mask_ids_K": torch.cat(found),
-        "mask_offsets_T1": torch.tensor([0, *accumulate(counts)], dtype=torch.int64),
-    }
+    return torch.cat(found), torch.tensor([0, *accumulate(counts)], dtype=torch.int64)
 
 
-def _route_fields(samples: Sequence[Sample], layout: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """The routes of all tokens and their conflicts; {} unless every sample has routes.
+def _routes(
+    samples: Sequence[Sample], layout: Sequence[tuple[int, int]]
+) -> tuple[Tensor | None, int]:
+    """The routes of all tokens and their conflicts; None unless every sample has routes.
 
     `layout`: each sample in the order of packing, and how many tokens it shares with the one
     before.
@@ -319,7 +320,7 @@ def _route_fields(samples: Sequence[Sample], layout: Sequence[tuple[int, int]]) 
     for index, num_shared in layout:
         routes = samples[index].routes
         if routes is None:
-            return {}
+            return None, 0
         dtype = torch.int16 if routes.is_wide else torch.uint8
         words = torch.frombuffer(bytearray(routes.experts), dtype=dtype)
         own_NLC = words.view(-1, routes.num_layers, routes.num_chosen)
@@ -331,7 +332,7 @@ def _route_fields(samples: Sequence[Sample], layout: Sequence[tuple[int, int]]) 
             num_conflicts += int(differs_NLC.any(2).any(1).sum())
         parts.append(own_NLC[num_shared:])
         path_NLC = torch.cat([kept_NLC, parts[-1]]) if num_shared else own_NLC
-    return {"routes_NLC": torch.cat(parts), "num_route_conflicts": num_conflicts} if parts else {}
+    return torch.cat(parts) if parts else None, num_conflicts
 
 
 def empty_row() -> PackedRow:

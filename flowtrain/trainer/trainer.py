@@ -30,12 +30,12 @@ from transformers import PreTrainedModel
 from flowtrain.records import UserError
 from flowtrain.trainer.cost import ForwardCost
 from flowtrain.trainer.distributed import World
+from flowtrain.trainer.loss import row_loss, score_row
 from flowtrain.trainer.minibatch_factor import MinibatchFactor
 from flowtrain.trainer.model.experts import RouteMetrics, replaying, routers
 from flowtrain.trainer.model.lora import adapter_off
 from flowtrain.trainer.optimizers import ShardOptimizer
 from flowtrain.trainer.packing import PackedRow, empty_row
-from flowtrain.trainer.row_loss import row_loss, score_row
 from flowtrain.trainer.sharding import is_sharded_by_layer
 from flowtrain.trainer.step_metrics import StepMetrics
 
@@ -184,7 +184,7 @@ class Trainer:
         step_metrics = StepMetrics(has_reference=has_kl, routes=routes, version=version)
         step_metrics.num_flops = self._needed_flops(minibatches)
         has_stepped = False
-        for rows in [self._prepare(rows) for rows in minibatches]:
+        for rows in map(self._prepare, minibatches):
             (normaliser,), (num_rows,) = self._world.reduce([_weight(rows)], [len(rows)])
             if normaliser == 0:  # no rank has a sample: an optimizer step would only move momentum
                 continue

@@ -83,7 +83,7 @@ def sampled(
     }
     for engine in engines.values():
         engine.close()
-    return {name: (each.ids, each.logprobs, each.spans[0].version) for name, each in done.items()}
+    return {n: (c.response_ids, c.logprobs, c.spans[0].version) for n, c in done.items()}
 
 
 def test_each_policy_has_weights_and_versions_of_its_own(
@@ -213,7 +213,7 @@ def test_a_model_that_sdpa_does_not_run_is_sampled(tiny_path: str, tmp_path: Pat
         make_engine(toy({}), spec, CPU, store) for store in (None, WeightStore(tmp_path / "store"))
     )
     done = [asyncio.run(e.generate((5, 6, 7), GREEDY)) for e in (frozen, trained)]
-    assert [len(each.ids) for each in done] == [6, 6]
+    assert [len(each.response_ids) for each in done] == [6, 6]
 
 
 @pytest.mark.parametrize(

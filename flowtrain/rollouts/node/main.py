@@ -59,7 +59,7 @@ def _serve(member: NodeClient, config: Config, options: Namespace, token: str) -
     """
     locations = _wait_for_trainers(member, config, dict(options.store))
     with make_sampler(config, locations, token, options.cache) as sampler:
-        member.announce(sampler.layouts, sampler.meter.read)
+        member.announce(sampler.layouts, sampler.sampled.copy)
         wait_s = config.dataflow.wait_s
         syncer = WeightSyncer(sampler.engines, sampler.stores, sampler.layouts, wait_s)
         syncer.on_policy_state(member.policies)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from flowtrain.config import Config
 from flowtrain.inference.endpoint import Endpoint
 from flowtrain.inference.endpoint_scorer import EndpointScorer
 from flowtrain.inference.factory import make_engine
-from flowtrain.inference.metered import Meter
 from flowtrain.inference.protocol import Engine, Scorer
 from flowtrain.records import BranchPoint, BranchStart, Group, Task, Trajectory, UserError
 from flowtrain.rewards import score_one
@@ -39,8 +39,8 @@ class Sampler:
     rollout: Rollout
     answer: Answer
     engines: Mapping[str, Engine]
-    meter: Meter
-    """Counts the tokens that `rollout` samples."""
+    sampled: Counter[str]
+    """Tokens that `rollout` has sampled, by policy."""
     stores: Mapping[str, Source]
     """Weight stores of the policies that are trained."""
     layouts: Mapping[str, str]
@@ -98,12 +98,12 @@ def make_sampler(
         engines = components.make_policy_engines(stores, branches=_branches(components))
         branching = _make_branching(components, engines[components.config.train.policy], cleanup)
         max_turns = components.config.agent.max_turns
-        meter = Meter.of(engines)
-        agent = components.make_agent(meter.engines, max_turns)
+        sampled = Counter(dict.fromkeys(engines, 0))
+        agent = components.make_agent(engines, max_turns, sampled=sampled)
         cleanup.callback(agent.close)
         rollout = _make_rollout(components, agent, engines)
         answer = _make_answer(components, engines, cleanup)
-        yield Sampler(rollout, answer, engines, meter, stores, layouts, branching)
+        yield Sampler(rollout, answer, engines, sampled, stores, layouts, branching)
 
 
 def _make_rollout(

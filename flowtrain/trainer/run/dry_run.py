@@ -23,7 +23,7 @@ from flowtrain.evaluation.benchmarks import load_benchmarks
 from flowtrain.evaluation.evaluator import roll_out
 from flowtrain.inference.protocol import EngineError, NoEngine
 from flowtrain.inference.vllm.process import check_installed
-from flowtrain.records import Completion, FinishReason, Sampling, Task, Trajectory, Turn, UserError
+from flowtrain.records import Call, FinishReason, Sampling, Task, Trajectory, Turn, UserError
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.setup.components import RunComponents
 from flowtrain.trainer.setup.learner import publish_start
@@ -98,7 +98,7 @@ class _Seen(BaseException):
 class _Measure(NoEngine):
     """Takes a prompt of any length and ends the rollout."""
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Call:
         raise _Seen(len(prompt_ids))
 
 

@@ -5,6 +5,7 @@ going on.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,11 +19,10 @@ from flowtrain.config.command import Interrupt, NothingToDo
 from flowtrain.evaluation.benchmarks import load_benchmarks
 from flowtrain.evaluation.evaluator import Evaluator
 from flowtrain.evaluation.nodes import PoolEvaluations
-from flowtrain.inference.metered import Meter
 from flowtrain.logging import RunDir, atomic_write_text
 from flowtrain.logging.learning_signal import LearningSignal
 from flowtrain.logging.mismatch import MismatchGate
-from flowtrain.records import UserError
+from flowtrain.records import PolicyName, UserError
 from flowtrain.rollouts.batch_source import BatchSource, connect
 from flowtrain.rollouts.contract import Register
 from flowtrain.trainer import checkpoint
@@ -74,15 +74,15 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     stores = {each.config.train.policy: _store(each.config) for each in every}
     samples = placement.samplers.is_member and config.samples_here
     engines = components.make_policy_engines(stores, None if samples else ())
-    meter = Meter.of(engines)
-    agent = components.make_agent(meter.engines, config.agent.max_turns)
+    sampled = Counter[PolicyName]()
+    agent = components.make_agent(engines, config.agent.max_turns, sampled=sampled)
     cleanup.callback(agent.close)
     shared = Shared(
         interrupt=interrupt,
         memory=memory,
         memory_plan=memory_plan,
         engines=engines,
-        meter=meter,
+        sampled=sampled,
         agent=agent,
         benchmarks=benchmarks,
     )

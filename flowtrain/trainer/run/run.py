@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.evaluation.evaluator import Evaluator, Found, Measured, held_out_name
 from flowtrain.evaluation.nodes import PoolEvaluations
-from flowtrain.inference.metered import Meter
 from flowtrain.inference.protocol import Engine
 from flowtrain.logging import atomic_write_text
 from flowtrain.logging.learning_signal import LearningSignal, count_signal
@@ -29,15 +29,21 @@ from flowtrain.logging.rollout_parts import count_parts, part_metrics
 from flowtrain.logging.rollouts import RolloutStats, count_rollouts
 from flowtrain.logging.tally import Tally
 from flowtrain.logging.token_counts import account, count_tokens
-from flowtrain.records import Task, TokenAccount, Trajectory
+from flowtrain.records import (
+    PolicyName,
+    Rollouts,
+    Task,
+    TokenAccount,
+    TrainBatch,
+    Trajectory,
+)
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.trainer.devices import MemoryPeak
-from flowtrain.trainer.records import Prepared, Rollouts
 from flowtrain.trainer.run.run_logger import Counted, RunLogger
 from flowtrain.trainer.setup.components import RunComponents
-from flowtrain.trainer.setup.learner import Follower
+from flowtrain.trainer.setup.learner import Follower, Rows
 from flowtrain.trainer.setup.memory_plan import MemoryPlan
 from flowtrain.trainer.setup.placement import Placement
 from flowtrain.utils.waiting import waiting
@@ -53,8 +59,8 @@ class Shared:
     engines: dict[str, Engine]
     """Engines by policy; the trained policy's engine follows the published versions."""
     agent: Agent
-    meter: Meter
-    """Counts the tokens that the agent samples."""
+    sampled: Counter[PolicyName]
+    """Tokens that the agent has sampled, by policy, and that no step has counted yet."""
     benchmarks: Mapping[str, Sequence[Task]]
 
 
@@ -124,16 +130,23 @@ class Run:
             self.components.chats.sleep()
 
     def count(
-        self, step: int, rollouts: Rollouts, prepared: Prepared, trained: Mapping[str, float]
+        self,
+        step: int,
+        rollouts: Rollouts,
+        batch: TrainBatch,
+        packed: Rows,
+        trained: Mapping[str, float],
     ) -> Counted:
         """Count a step over all ranks: its rollouts, its tokens, and trainer against sampler.
 
-        `trained`: statistics of the optimizer steps; empty on a rank that does not train.
+        Args:
+            batch, packed: what is trained of the rollouts, before and after packing.
+            trained: statistics of the optimizer steps; empty on a rank that does not train.
         """
-        config, groups, batch = self.config, rollouts.groups, prepared.batch
+        config, groups = self.config, rollouts.groups
         policy, judge = config.train.policy, self.components.judge
         # What nodes sample they count themselves.
-        sampled = self.shared.meter.take(policy) if self.pool is None else None
+        sampled = self.shared.sampled.pop(policy, 0) if self.pool is None else None
         spent = {**self.components.chats.metrics(), **(judge.metrics() if judge else {})}
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         tally = Tally()
@@ -143,7 +156,7 @@ class Run:
         count_parts(tally, trajectories, config)
         of_policy = [group.of_policy(policy) for group in groups]
         count_signal(tally, of_policy, batch, config.reward.low)
-        count_tokens(tally, groups, batch, prepared.rows, policy=policy, sampled=sampled)
+        count_tokens(tally, groups, batch, packed, policy=policy, sampled=sampled)
         tally.add(spent)
         tally.highest("peak_bytes", self.logger.peak_bytes())
         for name in ("num_tokens", "num_tokens_skipped"):  # which only ranks that train know

@@ -29,11 +29,10 @@ from flowtrain.logging.fingerprints import changes
 from flowtrain.logging.loggers import open_loggers
 from flowtrain.logging.series import Series, read_series, total_seconds, total_tokens
 from flowtrain.logging.tally import Tally
-from flowtrain.records import Group, TokenAccount, Trajectory
+from flowtrain.records import Group, Rollouts, TokenAccount, TrainBatch, Trajectory
 from flowtrain.trainer import checkpoint
 from flowtrain.trainer.devices import MemoryPeak, peak_tflops
 from flowtrain.trainer.model.fused_layers import fused_text
-from flowtrain.trainer.records import Prepared, Rollouts
 from flowtrain.trainer.setup.components import RunComponents
 from flowtrain.trainer.setup.memory_plan import MemoryPlan
 from flowtrain.trainer.setup.placement import Placement
@@ -123,7 +122,7 @@ class RunLogger:
         self,
         step: int,
         rollouts: Rollouts,
-        prepared: Prepared,
+        batch: TrainBatch,
         *,
         trained: Mapping[str, float],
         counted: Counted,
@@ -133,7 +132,7 @@ class RunLogger:
         """Write a step down; its rollouts beside what comes next, until `flush`.
 
         Args:
-            rollouts, prepared: this rank's.
+            rollouts, batch: this rank's.
             trained: statistics of the optimizer steps; empty on a rank that does not train.
             metrics: those of the weights and of the replay log, and the seconds by stage.
         """
@@ -141,7 +140,7 @@ class RunLogger:
         def write_rollouts() -> None:
             if evaluation is not None:
                 self.log_held_out(step, evaluation.held_out)
-            trained_of = (prepared.batch.samples, self._config.train.policy)
+            trained_of = (batch.samples, self._config.train.policy)
             self._trajectories.log(step, step - 1, rollouts.groups, *trained_of)
 
         self.flush()

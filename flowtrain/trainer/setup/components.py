@@ -7,6 +7,7 @@ wrong with the input is found out here, before the run folder is made.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -284,15 +285,19 @@ class RunComponents(LearnerComponents):
         engines: Mapping[str, Engine],
         max_turns: int,
         temperature: float | None = None,
+        sampled: Counter[PolicyName] | None = None,
     ) -> Agent:
         """Build the agent that `agent.name` asks for; close it when done.
 
         Args:
             engines: those of `make_policy_engines`.
             temperature: of all policies; None: each has its own.
+            sampled: counts the tokens that its policies sample.
         """
         policies = {
-            name: make_policy(self.config, name, engines[name], policy.tokenizer, temperature)
+            name: make_policy(
+                self.config, name, engines[name], policy.tokenizer, temperature, sampled
+            )
             for name, policy in self.policies.items()
         }
         roles = self.chats.roles

@@ -14,23 +14,21 @@ from flowkernels import LossSpec, TokenLossFn
 from flowtrain.algorithms import Branches, filter_samples
 from flowtrain.algorithms.advantages import whitened
 from flowtrain.config import Config
-from flowtrain.records import Group, TrainBatch, UserError
+from flowtrain.records import Group, Rollouts, TrainBatch, UserError
 from flowtrain.trainer import checkpoint
 from flowtrain.trainer.balance import balance
 from flowtrain.trainer.checkpoint import Checkpoints
 from flowtrain.trainer.cost import ForwardCost
 from flowtrain.trainer.lr_schedule import warmed_up
 from flowtrain.trainer.minibatch_factor import MinibatchFactor
-from flowtrain.trainer.minibatches import split
+from flowtrain.trainer.minibatches import complete
 from flowtrain.trainer.model import experts
 from flowtrain.trainer.model.loading import published_weights
 from flowtrain.trainer.model.lora import has_adapter
 from flowtrain.trainer.optimizers import KINDS
 from flowtrain.trainer.packing import PackedRow, pack
-from flowtrain.trainer.records import Prepared, Rollouts
 from flowtrain.trainer.setup.components import LearnerComponents
 from flowtrain.trainer.sharding import ShardSpec, named_tensors, shard, skeleton
-from flowtrain.trainer.token_scores import attach_logprobs
 from flowtrain.trainer.trainer import OptimSpec, Trainer
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights.format.files import writing_tensors
@@ -74,14 +72,13 @@ class Follower:
         batch = filter_samples(batch, shape.max_position_embeddings, shape.vocab_size, routers)
         if self.components.algorithm.whitens:
             batch = whitened(batch, self.components.world)
-        batch = split(batch, self.config.train, self.components.world)
-        samples = attach_logprobs(batch.samples, rollouts.logprobs)
-        return replace(batch, samples=tuple(samples))
+        sizes = self.config.train.num_minibatches, self.config.train.minibatch_size
+        return complete(batch, *sizes, rollouts.logprobs, self.components.world)
 
-    def pack(self, batch: TrainBatch) -> Prepared:
+    def pack(self, batch: TrainBatch) -> Rows:
         """Lay the samples of this rank out in token trees."""
         budget = self.config.train.row_budget
-        return Prepared(batch, pack(batch.samples, batch.num_minibatches, budget))
+        return pack(batch.samples, batch.num_minibatches, budget)
 
     def balance(self, minibatches: Rows) -> Rows:
         """Return the rows that this rank trains, given those that it sampled."""

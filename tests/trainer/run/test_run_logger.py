@@ -11,10 +11,9 @@ import torch
 
 from flowtrain.config import Config
 from flowtrain.logging import RunDir
-from flowtrain.records import UserError
+from flowtrain.records import Rollouts, TrainBatch, UserError
 from flowtrain.trainer.devices import MemoryPeak
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.records import Prepared, Rollouts
 from flowtrain.trainer.run.run_logger import Counted, RunLogger
 from flowtrain.trainer.setup.placement import Placement
 from tests.make import group, rollout, turn
@@ -50,11 +49,10 @@ def logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunLogge
 
 
 def log(logger: RunLogger, step: int) -> None:
-    batch = SimpleNamespace(samples=())
     logger.log(
         step,
         Rollouts((group(rollout(turn())),), {}, {}),
-        cast(Prepared, SimpleNamespace(batch=batch)),
+        TrainBatch(()),
         trained={},
         counted=cast(Counted, SimpleNamespace(metrics={})),
         evaluation=None,
