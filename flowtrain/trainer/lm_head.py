@@ -19,6 +19,7 @@ from flowtrain.trainer.attention import registration as attention
 from flowtrain.trainer.attention.flex import padded
 from flowtrain.trainer.model import delta_net
 from flowtrain.trainer.packing import PackedRow
+from flowtrain.trainer.walk import OpenPath
 
 HeadFn = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(hidden states [T, D], weight [V, D], bias [V] or None) -> anything; it comes back in the place
@@ -81,21 +82,36 @@ def fused_head(model: PreTrainedModel) -> FusedLMHead | None:
     return head if isinstance(head, FusedLMHead) else None
 
 
-def run_head(model: PreTrainedModel, head: FusedLMHead, row: PackedRow, head_fn: HeadFn) -> Tensor:
+def run_head(
+    model: PreTrainedModel,
+    head: FusedLMHead,
+    row: PackedRow,
+    head_fn: HeadFn,
+    path: OpenPath | None = None,
+) -> Tensor:
     """Call the function on the hidden states of the row's targets."""
     with head.running(head_fn):
-        return forward(model, row)
+        return forward(model, row, path)
 
 
-def forward(model: PreTrainedModel, row: PackedRow) -> Tensor:
-    """The model's output for the row's targets: logits [1, T, V], or the head function's result."""
+def forward(model: PreTrainedModel, row: PackedRow, path: OpenPath | None = None) -> Tensor:
+    """The model's output for the row's targets: logits [1, T, V], or the head function's result.
+
+    `path`: of the walk that the row is a piece of.
+    """
     row = padded(row) if row.input_ids_N.is_cuda else row
+    path = path if path is not None and path.matters else None
+    structure: attention.TreeAttention | attention.BelowPath = attention.structure_of(
+        model.config._attn_implementation, row.subtree_end_N, path.num_tokens if path else 0
+    )
+    if path is not None:
+        structure = attention.BelowPath(structure, path)
     output: Tensor = model(
         input_ids=row.input_ids_N[None],
         position_ids=row.position_ids_N[None],
         use_cache=False,
         logits_to_keep=row.target_row_T,
-        forest=attention.structure_of(model.config._attn_implementation, row.subtree_end_N),
-        **delta_net.recurrence_of(model, row.subtree_end_N),
+        forest=structure,
+        **delta_net.recurrence_of(model, row.subtree_end_N, path),
     ).logits
     return output
