@@ -53,11 +53,7 @@ so."""
 
 ENVIRONMENT = ("pyproject.toml", "kernels/pyproject.toml", "uv.lock", "Makefile")
 PACKAGE = (*ENVIRONMENT, "setup.py", "MANIFEST.in", "csrc", "kernels", "README.md")
-TRAINED = (
-    "kernels",
-    "csrc",
-    *(f"flowtrain/{room}" for room in ("training", "weights", "setup", "run")),
-)
+TRAINED = ("kernels", "csrc", "flowtrain/trainer", "flowtrain/weights")
 REHEARSAL = ("bench", "flowtrain/inference", "flowtrain/train.py", ".ci/rehearse_gpu.sh")
 GPU = (*REHEARSAL, *TRAINED, "tests/kernels", *ENVIRONMENT)
 VLLM = ("flowtrain/inference", "flowtrain/weights", "flowtrain/config", "csrc", *ENVIRONMENT)

@@ -26,7 +26,7 @@ from flowtrain.utils.net.monitoring import Monitor
 from flowtrain.weights import WeightStore
 from flowtrain.weights.stores.serve import make_app
 from flowtrain.weights.stores.serve import monitor as weights_monitor
-from tests.dataflow import fake_groups
+from tests.rollouts import fake_groups
 
 ROOT = Path(__file__).resolve().parents[1]
 BOARD = json.loads((ROOT / "deploy" / "grafana" / "flowtrain.json").read_text())

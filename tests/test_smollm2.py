@@ -20,7 +20,7 @@ from examples.smollm2 import __main__ as command  # noqa: E402
 from examples.smollm2 import convert, parity  # noqa: E402
 from flowtrain.inference.requests import stop_ids  # noqa: E402
 from flowtrain.records import UserError  # noqa: E402
-from flowtrain.trainer import model as models  # noqa: E402
+from flowtrain.trainer.model import loading as models  # noqa: E402
 
 TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "

@@ -11,7 +11,7 @@ from flowtrain.records import UserError
 from flowtrain.utils.text import printable
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-PLANNER = _PACKAGE / "toy" / "planner"
+PLANNER = _PACKAGE / "trainer" / "toy" / "planner"
 """Made by `python -m examples.planner`: the warm-up of the quickstart, in bf16."""
 
 

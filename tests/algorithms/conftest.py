@@ -1,5 +1,5 @@
 """The trainer of the tests of training."""
 
-from tests.training.conftest import alone, make_trainer
+from tests.trainer.conftest import alone, make_trainer
 
 __all__ = ["alone", "make_trainer"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from batches import random_samples
 from cli_runs import Server
-from tests.training.gradients import distance, gradient_of
+from tests.trainer.gradients import distance, gradient_of
 
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config

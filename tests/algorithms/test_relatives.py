@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.training.conftest import alone
+from tests.trainer.conftest import alone
 
 from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.algorithms.advantages import reward_of, whitened

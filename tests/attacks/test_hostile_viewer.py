@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from tests.view.conftest import RunMaker, runs, tokenizer  # noqa: F401 - fixtures
+from tests.logging.page.conftest import RunMaker, runs, tokenizer  # noqa: F401 - fixtures
 
 from flowtrain.logging.page.page import build_page, render
 from tests.attacks.composer import PIECES

@@ -14,7 +14,7 @@ from random import Random
 import pytest
 import torch
 from http_servers import running
-from tests.dataflow.fake_groups import ledger as make_ledger
+from tests.rollouts.fake_groups import ledger as make_ledger
 
 from flowtrain.rollouts.client import Client
 from flowtrain.rollouts.service import Service

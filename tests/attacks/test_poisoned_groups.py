@@ -15,7 +15,7 @@ import pytest
 import torch
 from batches import batch
 from flowkernels import LossSpec
-from tests.dataflow.fake_groups import TASKS, group, joined, lease, options, planner
+from tests.rollouts.fake_groups import TASKS, group, joined, lease, options, planner
 
 from flowtrain.algorithms import filter_samples
 from flowtrain.logging.rollouts import RolloutStats, count_rollouts

@@ -18,7 +18,7 @@ import make
 import pytest
 import torch
 from http_servers import running
-from tests.dataflow.fake_groups import TASKS, group, joined, lease, ledger, planner, push, turn
+from tests.rollouts.fake_groups import TASKS, group, joined, lease, ledger, planner, push, turn
 
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt

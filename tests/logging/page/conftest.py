@@ -11,7 +11,7 @@ from typing import Any
 
 import make
 import pytest
-from tests.view.browser import Browser
+from tests.logging.page.browser import Browser
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from flowtrain.logging import MetricsLog, RunDir, TrajectoryLog, atomic_write_text

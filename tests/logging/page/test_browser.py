@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.view.browser import Browser, needs_chromium
-from tests.view.conftest import RunMaker
+from tests.logging.page.browser import Browser, needs_chromium
+from tests.logging.page.conftest import RunMaker
 from tokenizers import Tokenizer
 
 from flowtrain.logging import TrajectoryLog

@@ -31,7 +31,7 @@ from flowtrain.rollouts.ledger import Ledger
 from flowtrain.tasks.sets import task_set
 
 pytest_plugins = ("cli_runs",)
-PLAIN = Path(__file__).parents[2] / "examples" / "plain_node.py"
+PLAIN = Path(__file__).parents[3] / "examples" / "plain_node.py"
 
 
 @dataclass

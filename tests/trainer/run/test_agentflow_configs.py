@@ -28,7 +28,7 @@ from flowtrain.trainer.model import loading as models
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 CHANGED = {
     "agentflow-7b": set(),
     "agentflow-base": {"model.path"},

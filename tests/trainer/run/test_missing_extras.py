@@ -16,7 +16,7 @@ from flowtrain.records import UserError
 from flowtrain.tools.registry import make_tools
 from flowtrain.trainer.run.run_logger import _draw
 
-PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 BASE = {
     *("flowkernels", "torch", "transformers", "tokenizers", "safetensors", "peft", "numpy"),
     *("pydantic", "msgspec", "httpx2", "tqdm", "tomli_w"),
