@@ -1,8 +1,8 @@
 """Lines by room:  python .ci/house.py [CHECKOUT [CHECKOUT]] [--since [TAG]] [--json F]
 
-Two checkouts are counted side by side, or one and what it was at a tag. Counted are all lines of Python and C++ sources, those of a
-test apart from what it tests. The core is what a reader of the trainer must know; the product is
-what users install.
+Two checkouts are counted side by side, or one and what it was at a tag. Counted are all lines of
+Python and C++ sources, those of a test apart from what it tests. The core is what a reader of the
+trainer must know; the product is what users install.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def rooms_at(tag: str, root: Path) -> dict[str, int]:
     if not tag:
         return {}
     with tempfile.TemporaryDirectory() as folder:
-        archive = tarfile.open(fileobj=io.BytesIO(_git(root, "archive", tag)))
-        archive.extractall(folder, filter="data")
+        with tarfile.open(fileobj=io.BytesIO(_git(root, "archive", tag))) as archive:
+            archive.extractall(folder, filter="data")
         return rooms(Path(folder))
 
 

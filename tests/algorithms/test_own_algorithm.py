@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from batches import random_samples
 from cli_runs import Server
-from tests.trainer.gradients import distance, gradient_of
 
 from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
@@ -17,6 +16,7 @@ from flowtrain.config.options import parse
 from flowtrain.records import UserError
 from flowtrain.trainer.packing import pack_rows
 from flowtrain.trainer.trainer import Trainer
+from tests.trainer.gradients import distance, gradient_of
 
 pytest_plugins = ("cli_runs",)
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.trainer.conftest import alone
 
 from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.algorithms.advantages import reward_of, whitened
@@ -18,6 +17,7 @@ from flowtrain.records import FinishReason, Group, TrainBatch, Trajectory, UserE
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.records import Rollouts
 from tests.algorithms.test_flow_grpo import approx, with_lengths
+from tests.trainer.conftest import alone
 
 __all__ = ["alone"]
 

@@ -13,12 +13,12 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from tests.logging.page.conftest import RunMaker, runs, tokenizer  # noqa: F401 - fixtures
 
 from flowtrain.logging.page.page import build_page, render
 from tests.attacks.composer import PIECES
 from tests.attacks.tally import Tally
 from tests.attacks.test_terminal import RAW, TEXTS
+from tests.logging.page.conftest import RunMaker, runs, tokenizer  # noqa: F401 - fixtures
 
 SURFACE = "hostile rollouts in the viewer"
 MARKUP = (*PIECES["markup"], *TEXTS)

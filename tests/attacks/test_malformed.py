@@ -14,7 +14,6 @@ from random import Random
 import pytest
 import torch
 from http_servers import running
-from tests.rollouts.fake_groups import ledger as make_ledger
 
 from flowtrain.rollouts.client import Client
 from flowtrain.rollouts.service import Service
@@ -24,6 +23,7 @@ from flowtrain.weights.stores.remote import open_source
 from flowtrain.weights.stores.serve import make_app
 from tests.attacks.malformed import request
 from tests.attacks.tally import Tally
+from tests.rollouts.fake_groups import ledger as make_ledger
 
 TOKEN = "a-token-of-the-tests"
 NUM_REQUESTS = 120

@@ -15,7 +15,6 @@ import pytest
 import torch
 from batches import batch
 from flowkernels import LossSpec
-from tests.rollouts.fake_groups import TASKS, group, joined, lease, options, planner
 
 from flowtrain.algorithms import filter_samples
 from flowtrain.logging.rollouts import RolloutStats, count_rollouts
@@ -30,6 +29,7 @@ from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.packing import pack
 from flowtrain.trainer.trainer import OptimSpec, Trainer
 from tests.attacks.tally import Tally
+from tests.rollouts.fake_groups import TASKS, group, joined, lease, options, planner
 
 VOCAB_SIZE, MAX_POSITIONS = 280, 64
 """Those of the model at `tiny_path`."""

@@ -18,7 +18,6 @@ import make
 import pytest
 import torch
 from http_servers import running
-from tests.rollouts.fake_groups import TASKS, group, joined, lease, ledger, planner, push, turn
 
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
@@ -47,6 +46,7 @@ from flowtrain.rollouts.ledger import Ledger
 from flowtrain.rollouts.service import Service
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.records import Rollouts
+from tests.rollouts.fake_groups import TASKS, group, joined, lease, ledger, planner, push, turn
 
 ALONE = World(0, 1, torch.device("cpu"))
 

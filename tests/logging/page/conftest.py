@@ -11,7 +11,6 @@ from typing import Any
 
 import make
 import pytest
-from tests.logging.page.browser import Browser
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from flowtrain.logging import MetricsLog, RunDir, TrajectoryLog, atomic_write_text
@@ -29,6 +28,7 @@ from flowtrain.records import (
     Verdict,
     VersionSpan,
 )
+from tests.logging.page.browser import Browser
 
 CONFIG = """
 [model]

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.logging.page.browser import Browser, needs_chromium
-from tests.logging.page.conftest import RunMaker
 from tokenizers import Tokenizer
 
 from flowtrain.logging import TrajectoryLog
 from flowtrain.logging.page.page import build_page
+from tests.logging.page.browser import Browser, needs_chromium
+from tests.logging.page.conftest import RunMaker
 
 HOSTILE = (
     "</script><img src=x onerror='window.pwned = 1'><script>window.pwned = "
