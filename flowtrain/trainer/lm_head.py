@@ -101,17 +101,15 @@ def forward(model: PreTrainedModel, row: PackedRow, path: OpenPath | None = None
     """
     row = padded(row) if row.input_ids_N.is_cuda else row
     path = path if path is not None and path.matters else None
-    structure: attention.TreeAttention | attention.BelowPath = attention.structure_of(
+    structure = attention.structure_of(
         model.config._attn_implementation, row.subtree_end_N, path.num_tokens if path else 0
     )
-    if path is not None:
-        structure = attention.BelowPath(structure, path)
     output: Tensor = model(
         input_ids=row.input_ids_N[None],
         position_ids=row.position_ids_N[None],
         use_cache=False,
         logits_to_keep=row.target_row_T,
-        forest=structure,
+        forest=structure if path is None else attention.BelowPath(structure, path),
         **delta_net.recurrence_of(model, row.subtree_end_N, path),
     ).logits
     return output

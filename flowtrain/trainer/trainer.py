@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,7 @@ import torch
 from flowkernels import (
     LogProbs,
     LossSpec,
+    TokenLoss,
     TokenLossFn,
     correct_for_sampler,
     divergent_log_ratios,
@@ -35,9 +37,18 @@ from flowtrain.trainer.model.experts import RouteMetrics, replaying, routers
 from flowtrain.trainer.model.lora import adapter_off
 from flowtrain.trainer.optimizers import ShardOptimizer
 from flowtrain.trainer.packing import PackedRow, empty_row
-from flowtrain.trainer.row_loss import row_loss, score_row
+from flowtrain.trainer.row_loss import (
+    joined,
+    looks_at_sequences,
+    loss_of_scores,
+    part_of,
+    read_row,
+    row_loss,
+    score_row,
+)
 from flowtrain.trainer.sharding import is_sharded_by_layer
 from flowtrain.trainer.step_metrics import StepMetrics
+from flowtrain.trainer.walk import Kind, OpenPath, Pass, passes, schedule
 
 _log = logging.getLogger(__name__)
 
@@ -87,10 +98,13 @@ class Trainer:
         reference: PreTrainedModel | None = None,
         token_loss: Callable[[LossSpec], LossSpec | TokenLossFn] = lambda spec: spec,
         factor: MinibatchFactor | None = None,
+        token_budget: int | None = None,
     ) -> None:
         """
         Args:
             reference: a frozen copy; the `model` itself: it is the reference with its adapter off.
+            token_budget: a row of more tokens is walked, in passes of at most so many; None: every
+                row is computed at once.
         """
         assert (loss.kl_coef > 0) <= (reference is not None), "a KL term needs a reference policy"
         self.model = model.train()
@@ -115,6 +129,7 @@ class Trainer:
         self._token_loss_of = token_loss
         self._token_loss = token_loss(loss)
         self._factor = factor
+        self._token_budget = token_budget
         self._scores_minibatch = optim.m2po is not None or factor is not None
 
     @property
@@ -185,7 +200,7 @@ class Trainer:
         step_metrics.num_flops = self._needed_flops(minibatches)
         has_stepped = False
         for rows in [self._prepare(rows) for rows in minibatches]:
-            (normaliser,), (num_rows,) = self._world.reduce([_weight(rows)], [len(rows)])
+            (normaliser,) = self._world.sum([_weight(rows)])
             if normaliser == 0:  # no rank has a sample: an optimizer step would only move momentum
                 continue
             token_loss = None
@@ -197,13 +212,7 @@ class Trainer:
                 token_loss = self._token_loss_of(trusted)
             if self._factor is not None:
                 rows = self._factor.scale(rows, found, self._world)
-            loss = self.forward_backward(
-                rows,
-                normaliser,
-                step_metrics,
-                num_rows=int(num_rows),
-                token_loss=token_loss,
-            )
+            loss = self.forward_backward(rows, normaliser, step_metrics, token_loss=token_loss)
             step_metrics.close_step(self.optim_step(loss, number))
         return step_metrics.reduce(self._world, float(self.optimizer.param_groups[0]["lr"]))
 
@@ -213,34 +222,84 @@ class Trainer:
         normaliser: float,
         step_metrics: StepMetrics,
         *,
-        num_rows: int | None = None,
         token_loss: LossSpec | TokenLossFn | None = None,
     ) -> Tensor:
         """Accumulate the gradient of all rows and return this rank's part of the loss; collective.
 
-        Every rank runs `num_rows`, the most that any has, because each is a collective.
+        Each row is walked; the passes of all ranks go side by side, because each is a collective.
         """
-        num_rows = len(rows) if num_rows is None else num_rows
         # FSDP averages gradients over ranks where we want their sum.
         scale = self._world.size / normaliser
-        losses = []
-        for index in range(num_rows):
+        walks = [passes(row, self._token_budget) for row in rows]
+        steps = deque(step for walk in walks for step in walk)
+        specs = deque(self._losses(rows, walks, token_loss or self._token_loss, scale))
+        kinds, path, losses = self._schedule(steps), OpenPath(), []
+        for index, learns in enumerate(kinds):
             if self._world.size > 1:
-                self.model.set_requires_gradient_sync(
-                    self._reduces_every_row or index == num_rows - 1
-                )
-            row = rows[index] if index < len(rows) else empty_row().to(self._world.device)
-            with replaying(self.model, self._followed(row).routes_NLC):
-                out = row_loss(
-                    self.model, row, token_loss or self._token_loss, scale, self._temperature
-                )
-                out.loss.backward()
+                is_last = index == len(kinds) - 1
+                self.model.set_requires_gradient_sync(self._reduces_every_row or is_last)
+            is_idle = not steps or steps[0].learns != learns
+            step = self._idle(learns) if is_idle else steps.popleft()
+            of_step = OpenPath() if is_idle else path
+            followed = self._followed(step.row)
+            if not learns:
+                of_step.begin(step)
+                read_row(self.model, followed, of_step)
+                of_step.enter()
+                continue
+            left = of_step.leave() if step.kind is Kind.LEAVE else None
+            of_step.begin(step)
+            with replaying(self.model, followed.routes_NLC):
+                spec = (token_loss or self._token_loss) if is_idle else specs.popleft()
+                out = row_loss(self.model, step.row, spec, scale, self._temperature, of_step)
+                of_step.backward(out.loss, left)
             losses.append(out.loss.detach() / self._world.size)
-            own = row if index < len(rows) else None
-            step_metrics.add(out.stats, losses[-1], out.logprob_T, own)
-            if step_metrics.routes is not None and own is not None:
-                step_metrics.routes.add(own, self._optim.replays_routes)
+            step_metrics.add(out.stats, losses[-1], out.logprob_T, None if is_idle else step.row)
+            if step_metrics.routes is not None and not is_idle:
+                step_metrics.routes.add(step.row, self._optim.replays_routes)
         return torch.stack(losses).sum()
+
+    def _idle(self, learns: bool) -> Pass:
+        """A pass of a rank that has no such pass while others have."""
+        row = empty_row().to(self._world.device)
+        return Pass(Kind.ONCE if learns else Kind.ENTER, row)
+
+    def _schedule(self, steps: Collection[Pass]) -> list[bool]:
+        """Say which passes learn, the same on all ranks; collective."""
+        own = [step.learns for step in steps]
+        if self._world.size == 1:
+            return own
+        most, has_inner = self._world.max([len(own), not all(own)])
+        if not has_inner:
+            return [True] * int(most)
+        texts = self._world.gather_text("".join("01"[learns] for learns in own))
+        return schedule([[letter == "1" for letter in text] for text in texts])
+
+    def _losses(
+        self,
+        rows: Sequence[PackedRow],
+        walks: Sequence[Sequence[Pass]],
+        spec: LossSpec | TokenLossFn,
+        scale: float,
+    ) -> list[LossSpec | TokenLossFn]:
+        """Return the loss of each pass that learns; collective.
+
+        One that looks at whole sequences is taken of a walked row's log-probs first, since its
+        sequences may lie in several pieces.
+        """
+        whole: dict[int, TokenLoss] = {}
+        if looks_at_sequences(spec):
+            walked = [index for index, walk in enumerate(walks) if len(walk) > 1]
+            if self._world.max([len(walked)])[0]:
+                scores = self.score(self.model, [rows[index] for index in walked])
+                for index, score in zip(walked, scores, strict=True):
+                    whole[index] = loss_of_scores(rows[index], score, spec, scale)
+        return [
+            part_of(whole[index], step.target_M) if index in whole else spec
+            for index, walk in enumerate(walks)
+            for step in walk
+            if step.learns
+        ]
 
     def optim_step(self, loss: Tensor, number: int = 0) -> float | None:
         """Clip, step, clear. Returns the gradient norm before clipping.
@@ -285,10 +344,26 @@ class Trainer:
     @torch.no_grad()
     def score(self, model: PreTrainedModel, rows: Sequence[PackedRow]) -> list[LogProbs]:
         """Score every row's targets under `model`; collective, ranks may differ in rows."""
-        num_rows = int(self._world.max([len(rows)])[0])
-        padded = [*map(self._followed, rows), *[empty_row()] * (num_rows - len(rows))]
-        scores = [score_row(model, row.to(self.device), self._temperature) for row in padded]
-        return scores[: len(rows)]
+        walks = [passes(row, self._token_budget) for row in rows]
+        num_own = sum(step.kind is not Kind.LEAVE for walk in walks for step in walk)
+        (most,) = self._world.max([num_own])  # before the passes, for which ranks wait elsewhere
+        scores = [self._score_walk(model, walk) for walk in walks]
+        for _ in range(int(most) - num_own):
+            score_row(model, self._idle(True).row, self._temperature)
+        return scores
+
+    def _score_walk(self, model: PreTrainedModel, walk: Sequence[Pass]) -> LogProbs:
+        path, parts = OpenPath(), []
+        for step in walk:
+            if step.kind is Kind.LEAVE:
+                path.leave()
+                continue
+            path.begin(step)
+            row = self._followed(step.row).to(self.device)
+            parts.append((step.target_M, score_row(model, row, self._temperature, path)))
+            if step.kind is Kind.ENTER:
+                path.enter()
+        return joined(parts)
 
     def _followed(self, row: PackedRow) -> PackedRow:
         """Return the row with the routes that are followed."""

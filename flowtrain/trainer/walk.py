@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -49,10 +50,15 @@ class Pass:
     target_M: Tensor | None = None
     """int64, which targets of the whole row these are; None: all, in their order."""
 
+    @property
+    def learns(self) -> bool:
+        """Whether it has a backward half."""
+        return self.kind is not Kind.ENTER
 
-def passes(row: PackedRow, budget: int) -> list[Pass]:
-    """Return the walk through a row, in passes of at most `budget` tokens."""
-    if len(row.input_ids_N) <= budget:
+
+def passes(row: PackedRow, budget: int | None) -> list[Pass]:
+    """Return the walk through a row, in passes of at most `budget` tokens; None: in one."""
+    if budget is None or len(row.input_ids_N) <= budget:
         return [Pass(Kind.ONCE, row)]
     cutter, entered = _Cutter(row), dict[tuple[Range, ...], Pass]()
     walk = list[Pass]()
@@ -64,19 +70,18 @@ def passes(row: PackedRow, budget: int) -> list[Pass]:
             if kind is Kind.ENTER:
                 entered[ranges] = walk[-1]
     # What concerns the row as a whole is counted with its first tokens that are trained.
-    first = next(index for index, step in enumerate(walk) if step.kind is not Kind.ENTER)
-    counts = {
-        "num_unshared_tokens": row.num_unshared_tokens,
-        "num_repeated_tokens": row.num_repeated_tokens,
-        "num_route_conflicts": row.num_route_conflicts,
-    }
-    walk[first] = replace(walk[first], row=replace(walk[first].row, **counts))
+    first = next(index for index, step in enumerate(walk) if step.learns)
+    counted = replace(
+        walk[first].row,
+        num_unshared_tokens=row.num_unshared_tokens,
+        num_repeated_tokens=row.num_repeated_tokens,
+        num_route_conflicts=row.num_route_conflicts,
+    )
+    walk[first] = replace(walk[first], row=counted)
     return walk
 
 
-def _pieces(
-    subtree_end: Sequence[int], budget: int
-) -> Iterator[tuple[Kind, tuple[Range, ...]]]:
+def _pieces(subtree_end: Sequence[int], budget: int) -> Iterator[tuple[Kind, tuple[Range, ...]]]:
     """Yield the passes of a row as ranges of its tokens."""
     runs = segments(subtree_end)
     number_of = {run.end: number for number, run in enumerate(runs)}
@@ -257,13 +262,14 @@ class OpenPath:
         """Close the innermost piece, before the pass that leaves it."""
         return self._pieces.pop()
 
-    def backward(self, loss: Tensor, left: _Open) -> None:
-        """Take the gradient of a pass that leaves a piece: of the loss, and of what the passes
-        below have asked of it.
+    def backward(self, loss: Tensor, left: _Open | None) -> None:
+        """Take the gradient of a pass: of the loss and, where it leaves a piece, of what the passes
+        below have asked of that.
         """
-        assert self._made is not None
         roots, gradients = [loss], [torch.ones_like(loss)]
-        for place, tensors in self._made.items():
+        made = self._made or {} if left else {}
+        for place, tensors in made.items():
+            assert left is not None
             for tensor, gradient in zip(tensors, left.gradients(place), strict=True):
                 if gradient is not None and tensor.requires_grad:
                     roots.append(tensor)
@@ -305,11 +311,10 @@ def schedule(kinds: Sequence[Sequence[bool]]) -> list[bool]:
 
     Returns a sequence that each rank's is a part of, in order; a rank idles in what is left over.
     """
-    places, common = [0] * len(kinds), list[bool]()
-    while heads := [own[place] for own, place in zip(kinds, places, strict=True) if place < len(own)]:
+    left, common = [deque(own) for own in kinds], list[bool]()
+    while heads := [own[0] for own in left if own]:
         common.append(2 * sum(heads) >= len(heads))
-        places = [
-            place + (place < len(own) and own[place] == common[-1])
-            for own, place in zip(kinds, places, strict=True)
-        ]
+        for own in left:
+            if own and own[0] == common[-1]:
+                own.popleft()
     return common

@@ -126,8 +126,11 @@ class Forest:
         window: int | None = None,
         sink_H: Tensor | None = None,
     ) -> Tensor:
-        """[1, N, H, D]. Keys and values of the tokens before the row come first. `window`: how many tokens of its path one sees, itself among them; None:
-        all. `sink_H`: a score of each head that takes a share of its softmax, and has no value.
+        """[1, N, H, D]. Keys and values of the tokens before the row come first.
+
+        Args:
+            window: how many tokens of its path one sees, itself among them; None: all.
+            sink_H: a score of each head that takes a share of its softmax, and has no value.
         """
         scaling = query_1HND.shape[3] ** -0.5 if scaling is None else scaling
         query_NHD, key_NHD, value_NHD = (

@@ -223,9 +223,7 @@ class BelowPath:
         # What a convolution reads of the path stands before the row.
         whole = subtree_end_N.new_full((WIDEST - 1,), num_tokens)
         self._reading = DeltaTree.of(torch.cat([whole, subtree_end_N]) + WIDEST - 1)
-        self._tree = DeltaTree.of(
-            subtree_end_N, {path.num_own - 1}, goes_on=path.num_tokens > 0
-        )
+        self._tree = DeltaTree.of(subtree_end_N, {path.num_own - 1}, goes_on=path.num_tokens > 0)
 
     def conv(self, layer: int, functions: Functions, x_1CN: Tensor, *rest: Any) -> Tensor:
         past_1CW = self._path.last((layer, "conv"))
