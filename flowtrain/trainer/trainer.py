@@ -241,15 +241,15 @@ class Trainer:
             is_idle = not steps or steps[0].learns != learns
             step = self._idle(learns) if is_idle else steps.popleft()
             of_step = OpenPath() if is_idle else path
-            followed = self._followed(step.row)
             if not learns:
-                of_step.begin(step)
-                read_row(self.model, followed, of_step)
+                trunk = step.trunk()
+                of_step.begin(trunk)
+                read_row(self.model, self._followed(trunk.row), of_step)
                 of_step.enter()
                 continue
             left = of_step.leave() if step.kind is Kind.LEAVE else None
             of_step.begin(step)
-            with replaying(self.model, followed.routes_NLC):
+            with replaying(self.model, self._followed(step.row).routes_NLC):
                 spec = (token_loss or self._token_loss) if is_idle else specs.popleft()
                 out = row_loss(self.model, step.row, spec, scale, self._temperature, of_step)
                 of_step.backward(out.loss, left)
@@ -262,7 +262,8 @@ class Trainer:
     def _idle(self, learns: bool) -> Pass:
         """A pass of a rank that has no such pass while others have."""
         row = empty_row().to(self._world.device)
-        return Pass(Kind.ONCE if learns else Kind.ENTER, row)
+        trunk_P = None if learns else row.target_row_T
+        return Pass(Kind.ONCE if learns else Kind.ENTER, row, trunk_P=trunk_P)
 
     def _schedule(self, steps: Collection[Pass]) -> list[bool]:
         """Say which passes learn, the same on all ranks; collective."""

@@ -1,20 +1,20 @@
 """A row of any size in the memory of one path: it is walked piece by piece.
 
 A subtree of at most `budget` tokens is computed at once, forward and backward; small siblings share
-a pass. What is left are runs of tokens with more below them than the budget: they are entered
-without a graph, which leaves their keys and values, or the states of recurrent layers, to the
-passes below; and left with a second forward pass and a backward pass that takes the loss and what
-the passes below have added to the gradients of keys, values and states. So every gradient is that
-of the whole row, no token is computed twice but those of inner pieces, and what is kept is the open
-path alone. A row within the budget is a walk of one pass.
+a pass. What is left are inner pieces: a trunk with more below its end than the budget, and the
+small subtrees beside it. A walk enters the trunk without a graph, which leaves its keys and values,
+or the states of recurrent layers, to the passes below; then it leaves the piece with a forward pass
+over all of it and a backward pass that takes the loss and what the passes below have added to the
+gradients of keys, values and states. So every gradient is that of the whole row, no token is
+computed twice but those of trunks, and what is kept is the open path alone. A row within the budget
+is a walk of one pass.
 
-N: tokens of a row, T: its targets, M: those of a piece.
+N: tokens of a row, M: targets of a piece, P: tokens of its trunk.
 """
 
 from __future__ import annotations
 
 import enum
-import math
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,11 +33,11 @@ class Kind(enum.Enum):
     """What a pass does."""
 
     ENTER = "enter"
-    """It computes an inner piece without a graph, and opens it."""
+    """It reads an inner piece without a graph, and opens it."""
     ONCE = "once"
     """It computes whole subtrees, forward and backward."""
     LEAVE = "leave"
-    """It closes the innermost open piece, forward and backward."""
+    """It closes the innermost open piece, and computes it forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +49,50 @@ class Pass:
     """The tokens of the piece, and the targets that they predict."""
     target_M: Tensor | None = None
     """int64, which targets of the whole row these are; None: all, in their order."""
+    trunk_P: Tensor | None = None
+    """int64, the tokens of an inner piece that all passes below it see; None for other pieces."""
 
     @property
     def learns(self) -> bool:
         """Whether it has a backward half."""
         return self.kind is not Kind.ENTER
 
+    def trunk(self) -> Pass:
+        """Return the pass over the trunk alone, which predicts nothing."""
+        row, trunk_P = self.row, self.trunk_P
+        assert trunk_P is not None
+        end_P, own_P = torch.full_like(trunk_P, len(trunk_P)), torch.arange(len(trunk_P))
+        trunk = replace(
+            row,
+            input_ids_N=row.input_ids_N[trunk_P],
+            position_ids_N=row.position_ids_N[trunk_P],
+            subtree_end_N=end_P,
+            target_row_T=row.target_row_T[:0],
+            routes_NLC=None if row.routes_NLC is None else row.routes_NLC[trunk_P],
+        )
+        return replace(self, row=trunk, trunk_P=own_P.to(trunk_P.device))
+
+
+class _Piece(NamedTuple):
+    """Ranges of a row's tokens, in their order."""
+
+    ranges: tuple[Range, ...]
+    trunk: tuple[Range, ...] = ()
+
 
 def passes(row: PackedRow, budget: int | None) -> list[Pass]:
     """Return the walk through a row, in passes of at most `budget` tokens; None: in one."""
     if budget is None or len(row.input_ids_N) <= budget:
         return [Pass(Kind.ONCE, row)]
-    cutter, entered = _Cutter(row), dict[tuple[Range, ...], Pass]()
+    cutter, entered = _Cutter(row), list[Pass]()
     walk = list[Pass]()
-    for kind, ranges in _pieces(row.subtree_end_N.tolist(), budget):
+    for kind, piece in _pieces(row.subtree_end_N.tolist(), budget):
         if kind is Kind.LEAVE:
-            walk.append(replace(entered.pop(ranges), kind=kind))
+            walk.append(replace(entered.pop(), kind=kind))
         else:
-            walk.append(Pass(kind, *cutter.piece(ranges)))
+            walk.append(cutter.cut(kind, piece))
             if kind is Kind.ENTER:
-                entered[ranges] = walk[-1]
+                entered.append(walk[-1])
     # What concerns the row as a whole is counted with its first tokens that are trained.
     first = next(index for index, step in enumerate(walk) if step.learns)
     counted = replace(
@@ -81,45 +105,61 @@ def passes(row: PackedRow, budget: int | None) -> list[Pass]:
     return walk
 
 
-def _pieces(subtree_end: Sequence[int], budget: int) -> Iterator[tuple[Kind, tuple[Range, ...]]]:
-    """Yield the passes of a row as ranges of its tokens."""
+def _pieces(subtree_end: Sequence[int], budget: int) -> Iterator[tuple[Kind, _Piece]]:
+    """Yield the passes of a row."""
     runs = segments(subtree_end)
     number_of = {run.end: number for number, run in enumerate(runs)}
     below: dict[int | None, list[int]] = {None: [], **{number: [] for number in range(len(runs))}}
     for number, run in enumerate(runs):
         below[number_of[run.ancestors[-1][1]] if run.ancestors else None].append(number)
 
-    class Go(NamedTuple):
-        """What is left to do: leave a piece, go on within a run, or go below one."""
+    def parts(parent: int | None) -> tuple[list[Range], list[int]]:
+        """The subtrees below a run that fit a pass, and the runs that begin the others."""
+        subtrees = {n: (runs[n].start, subtree_end[runs[n].start]) for n in below[parent]}
+        large = [n for n, (start, stop) in subtrees.items() if stop - start > budget]
+        return [subtree for n, subtree in subtrees.items() if n not in large], large
 
-        leave: Range | None = None
-        run: int | None = None
-        start: int | None = None
-
-    todo = [Go()]
+    todo: list[_Piece | _Place] = [_Place(None)]
     while todo:
-        go = todo.pop()
-        if go.leave is not None:
-            yield Kind.LEAVE, (go.leave,)
-        elif go.start is None:
-            subtrees = {n: (runs[n].start, subtree_end[runs[n].start]) for n in below[go.run]}
-            small = [part for part in subtrees.values() if part[1] - part[0] <= budget]
+        place = todo.pop()
+        if isinstance(place, _Piece):
+            yield Kind.LEAVE, place
+            continue
+        number, start = place
+        if number is None or start is None:
+            small, large = parts(number)
             for ranges in _together(small, budget):
-                yield Kind.ONCE, ranges
-            large = [n for n, part in subtrees.items() if part[1] - part[0] > budget]
-            todo += [Go(run=n, start=runs[n].start) for n in reversed(large)]
-        else:
-            assert go.run is not None
-            start, end, stop = go.start, runs[go.run].end, subtree_end[go.start]
-            if stop - start <= budget:
-                yield Kind.ONCE, ((start, stop),)
-                continue
-            # As little as lets the rest fit one pass; else even parts of the run.
-            even = math.ceil((end - start) / math.ceil((end - start) / budget))
-            piece = (start, start + min(even, stop - start - budget))
-            yield Kind.ENTER, (piece,)
-            todo.append(Go(leave=piece))
-            todo.append(Go(run=go.run, start=piece[1] if piece[1] < end else None))
+                yield Kind.ONCE, _Piece(ranges)
+            todo += [_Place(n, runs[n].start) for n in reversed(large)]
+            continue
+        if subtree_end[start] - start <= budget:
+            yield Kind.ONCE, _Piece(((start, subtree_end[start]),))
+            continue
+        trunk, beside, room = list[Range](), list[Range](), budget
+        while True:
+            # As little as lets the rest fit one pass.
+            enough = subtree_end[start] - start - budget
+            end = min(runs[number].end, start + room, start + enough)
+            trunk.append((start, end))
+            room -= end - start
+            small, large = parts(number)
+            needed = sum(stop - first for first, stop in small)
+            # Passes below begin at one token: a trunk ends where they part.
+            if end < runs[number].end or len(large) != 1 or needed >= room:
+                break
+            beside += small
+            room -= needed
+            number, start = large[0], runs[large[0]].start
+        piece = _Piece(tuple(sorted([*trunk, *beside])), tuple(trunk))
+        yield Kind.ENTER, piece
+        todo += [piece, _Place(number, end if end < runs[number].end else None)]
+
+
+class _Place(NamedTuple):
+    """Where a walk goes on: within a run, or below it; below no run are the roots."""
+
+    run: int | None
+    start: int | None = None
 
 
 def _together(subtrees: Sequence[Range], budget: int) -> list[tuple[Range, ...]]:
@@ -141,32 +181,29 @@ class _Cutter:
         self._by_token_T = row.target_row_T.argsort(stable=True)
         self._token_T = row.target_row_T[self._by_token_T]
 
-    def piece(self, ranges: Sequence[Range]) -> tuple[PackedRow, Tensor]:
-        """Return the tokens of some ranges as a row, and which targets of the whole it has."""
+    def cut(self, kind: Kind, piece: _Piece) -> Pass:
+        """Return the pass over a piece."""
         row, device = self._row, self._row.input_ids_N.device
-        bounds = torch.tensor(ranges, device=device)
-        starts, stops = torch.searchsorted(self._token_T, bounds).T.tolist()
-        tokens, ends, targets, target_rows = [], [], [], []
-        num_tokens = 0
-        for (start, stop), first, last in zip(ranges, starts, stops, strict=True):
-            shift = num_tokens - start
-            tokens.append(torch.arange(start, stop, device=device))
-            ends.append(row.subtree_end_N[start:stop].clamp(max=stop) + shift)
-            targets.append(self._by_token_T[first:last])
-            target_rows.append(self._token_T[first:last] + shift)
-            num_tokens += stop - start
-        token_N = torch.cat(tokens)
-        target_M, order_M = torch.cat(targets).sort()  # in the order of the samples
+
+        def tokens(ranges: Sequence[Range]) -> Tensor:
+            return torch.cat([torch.arange(*bounds, device=device) for bounds in ranges])
+
+        token_N = tokens(piece.ranges)
+        bounds = torch.tensor(piece.ranges, device=device)
+        found = torch.searchsorted(self._token_T, bounds).tolist()
+        # In the order of the samples, as all targets.
+        target_M = torch.cat([self._by_token_T[first:last] for first, last in found]).sort().values
 
         def of_targets(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[target_M]
 
-        piece = replace(
+        part = replace(
             row,
             input_ids_N=row.input_ids_N[token_N],
             position_ids_N=row.position_ids_N[token_N],
-            subtree_end_N=torch.cat(ends),
-            target_row_T=torch.cat(target_rows)[order_M],
+            # So many of the piece's tokens come before the end.
+            subtree_end_N=torch.searchsorted(token_N, row.subtree_end_N[token_N]),
+            target_row_T=torch.searchsorted(token_N, row.target_row_T[target_M]),
             target_ids_T=row.target_ids_T[target_M],
             old_logprob_T=row.old_logprob_T[target_M],
             sampler_logprob_T=row.sampler_logprob_T[target_M],
@@ -182,14 +219,15 @@ class _Cutter:
             num_repeated_tokens=0,
             num_route_conflicts=0,
         )
-        if row.mask_ids_K is None or row.mask_offsets_T1 is None:
-            return piece, target_M
-        offset_T1 = row.mask_offsets_T1
-        count_M = offset_T1.diff()[target_M]
-        offset_M1 = torch.cat([offset_T1[:1], count_M.cumsum(0)])
-        moved_K = (offset_T1[target_M] - offset_M1[:-1]).repeat_interleave(count_M)
-        id_K = moved_K + torch.arange(len(moved_K), device=device)
-        return replace(piece, mask_ids_K=row.mask_ids_K[id_K], mask_offsets_T1=offset_M1), target_M
+        if row.mask_ids_K is not None and row.mask_offsets_T1 is not None:
+            offset_T1 = row.mask_offsets_T1
+            count_M = offset_T1.diff()[target_M]
+            offset_M1 = torch.cat([offset_T1[:1], count_M.cumsum(0)])
+            moved_K = (offset_T1[target_M] - offset_M1[:-1]).repeat_interleave(count_M)
+            id_K = moved_K + torch.arange(len(moved_K), device=device)
+            part = replace(part, mask_ids_K=row.mask_ids_K[id_K], mask_offsets_T1=offset_M1)
+        trunk_P = torch.searchsorted(token_N, tokens(piece.trunk)) if piece.trunk else None
+        return Pass(kind, part, target_M, trunk_P)
 
 
 class OpenPath:
@@ -200,7 +238,7 @@ class OpenPath:
     def __init__(self) -> None:
         self._pieces: list[_Open] = []
         self._made: dict[Hashable, tuple[Tensor, ...]] | None = None
-        self._num_own = 0
+        self._trunk_P: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -214,20 +252,21 @@ class OpenPath:
 
     def begin(self, step: Pass) -> None:
         """Make ready for a pass; one that leaves a piece no longer sees it as open."""
-        self._num_own = len(step.row.input_ids_N)
-        self._made = None if step.kind is Kind.ONCE else {}
+        self._trunk_P = step.trunk_P
+        self._made = None if step.trunk_P is None else {}
 
     # ---- what layers ask
 
     def extended(
         self, layer: int, key_1HND: Tensor, value_1HND: Tensor, num_fill: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Keep the keys and values of a pass, and return them behind those of the path.
+        """Keep the keys and values of a trunk, and return those of a pass behind those of the path.
 
         `num_fill`: zeros between the two.
         """
-        num_own = self._num_own  # without the tokens that fill a row up
-        self.keep(layer, key_1HND[:, :, :num_own], value_1HND[:, :, :num_own])
+        if self._trunk_P is not None:
+            trunk = (x.index_select(2, self._trunk_P) for x in (key_1HND, value_1HND))
+            self.keep(layer, *trunk)
         before = [piece.tensors[layer] for piece in self._pieces]
         if not before:
             return key_1HND, value_1HND
@@ -242,21 +281,21 @@ class OpenPath:
         return self._pieces[-1].tensors[place][0] if self._pieces else None
 
     def keep(self, place: Hashable, *tensors: Tensor) -> None:
-        """Keep tensors of an inner piece."""
+        """Keep tensors of an inner piece at a place."""
         if self._made is not None:
             self._made[place] = tensors
 
     @property
-    def num_own(self) -> int:
-        """Number of tokens of the pass."""
-        return self._num_own
+    def trunk_P(self) -> Tensor | None:
+        """The trunk of the pass's piece, if that is an inner one."""
+        return self._trunk_P
 
     # ---- what a walk does
 
     def enter(self) -> None:
         """Open the piece of the pass that has just run."""
-        assert self._made is not None
-        self._pieces.append(_Open(self._num_own, self._made))
+        assert self._made is not None and self._trunk_P is not None
+        self._pieces.append(_Open(len(self._trunk_P), self._made))
 
     def leave(self) -> _Open:
         """Close the innermost piece, before the pass that leaves it."""

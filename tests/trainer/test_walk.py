@@ -42,28 +42,41 @@ def test_a_walk_computes_each_token_once_below_what_it_follows(
 ) -> None:
     row = pack_row(samples)
     path: list[tuple[int, ...]] = []
-    entered, tokens, targets = list[int](), 0, list[int]()
+    tokens, targets = list[tuple[int, ...]](), list[int]()
     for step in passes(row, budget):
         ids = tuple(step.row.input_ids_N.tolist())
         assert len(ids) <= budget
+        trunk = () if step.trunk_P is None else tuple(step.row.input_ids_N[step.trunk_P].tolist())
         if step.kind is Kind.LEAVE:
-            assert path.pop() == ids
-        else:
-            depth = sum(map(len, path))
-            assert int(step.row.position_ids_N[0]) == depth
-            roots = step.row.subtree_end_N == len(ids)
-            assert step.kind is Kind.ONCE or roots.all(), "an inner piece is one run"
+            assert path.pop() == trunk
+        before = tuple(token for piece in path for token in piece)
+        # Every token follows the path and its ancestors within the piece, as it does in the row.
+        for place, (position, end) in enumerate(
+            zip(step.row.position_ids_N.tolist(), step.row.subtree_end_N.tolist(), strict=True)
+        ):
+            above = step.row.subtree_end_N[:place] > place
+            own = tuple(step.row.input_ids_N[:place][above].tolist())
+            assert place < end and position == len(before) + len(own)
+            if step.learns:
+                tokens.append((*before, *own, ids[place]))
         if step.kind is Kind.ENTER:
-            path.append(ids)
+            path.append(trunk)
+            assert tuple(step.trunk().row.input_ids_N.tolist()) == trunk
         else:
-            tokens += len(ids)
-            targets += step.target_M.tolist() if step.target_M is not None else range(1000)
-            taken = step.row.input_ids_N[step.row.target_row_T]
-            if step.target_M is not None:
-                whole = row.input_ids_N[row.target_row_T][step.target_M]
-                assert taken.tolist() == whole.tolist()
-    assert not path and tokens == len(row.input_ids_N)
-    assert sorted(targets)[: len(row.target_ids_T)] == list(range(len(row.target_ids_T)))
+            target_M = (
+                torch.arange(len(row.target_ids_T)) if step.target_M is None else step.target_M
+            )
+            targets += target_M.tolist()
+            taken, whole = (r.input_ids_N[r.target_row_T] for r in (step.row, row))
+            assert torch.equal(taken, whole[target_M])
+    assert not path and len(tokens) == len(row.input_ids_N)
+    prefixes = {
+        (*s.prompt_ids, *s.response_ids)[: n + 1]
+        for s in samples
+        for n in range(len(s.prompt_ids) + len(s.response_ids) - 1)
+    }
+    assert set(tokens) == prefixes
+    assert sorted(targets) == list(range(len(row.target_ids_T)))
 
 
 @pytest.mark.parametrize("family", families(CASES))

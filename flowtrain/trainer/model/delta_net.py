@@ -223,22 +223,25 @@ class BelowPath:
         # What a convolution reads of the path stands before the row.
         whole = subtree_end_N.new_full((WIDEST - 1,), num_tokens)
         self._reading = DeltaTree.of(torch.cat([whole, subtree_end_N]) + WIDEST - 1)
-        self._tree = DeltaTree.of(subtree_end_N, {path.num_own - 1}, goes_on=path.num_tokens > 0)
+        ends = () if path.trunk_P is None else (int(path.trunk_P[-1]),)
+        self._tree = DeltaTree.of(subtree_end_N, ends, goes_on=path.num_tokens > 0)
 
     def conv(self, layer: int, functions: Functions, x_1CN: Tensor, *rest: Any) -> Tensor:
-        past_1CW = self._path.last((layer, "conv"))
+        past_1CW, trunk_P = self._path.last((layer, "conv")), self._path.trunk_P
         if past_1CW is None:
             past_1CW = x_1CN.new_zeros(1, x_1CN.shape[1], WIDEST - 1)
+        if trunk_P is not None:
+            path_1CN = torch.cat([past_1CW, x_1CN[:, :, trunk_P]], 2)
+            self._path.keep((layer, "conv"), path_1CN[:, :, 1 - WIDEST :])
         read_1CN = torch.cat([past_1CW, x_1CN], 2)
-        num_own = self._path.num_own
-        self._path.keep((layer, "conv"), read_1CN[:, :, num_own : num_own + WIDEST - 1])
         return self._reading.conv(layer, functions, read_1CN, *rest)[:, :, WIDEST - 1 :]
 
     def rule(self, layer: int, functions: Functions, *row: Tensor, **options: Any) -> Tensor:
         state_P = self._path.last((layer, "rule"))
         out_1NHV, kept_P = self._tree.run(functions, *row, state_P=state_P, **options)
-        # The last token of an inner piece is the end of its only run.
-        self._path.keep((layer, "rule"), kept_P[-1:])
+        if (trunk_P := self._path.trunk_P) is not None:
+            place = (self._tree.kept_P == trunk_P[-1]).nonzero()[0]
+            self._path.keep((layer, "rule"), kept_P[place])
         return out_1NHV
 
 
