@@ -15,15 +15,15 @@ N: tokens of a row, M: targets of a piece, P: tokens of its trunk.
 from __future__ import annotations
 
 import enum
-from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flowtrain.trainer.packing import PackedRow, segments
+from flowtrain.trainer.packing import PackedRow, Segment, segments
 
 Range = tuple[int, int]
 """Tokens of a row, from the first to before the second."""
@@ -86,7 +86,7 @@ def passes(row: PackedRow, budget: int | None) -> list[Pass]:
         return [Pass(Kind.ONCE, row)]
     cutter, entered = _Cutter(row), list[Pass]()
     walk = list[Pass]()
-    for kind, piece in _pieces(row.subtree_end_N.tolist(), budget):
+    for kind, piece in _Tree.of(row.subtree_end_N.tolist(), budget).pieces():
         if kind is Kind.LEAVE:
             walk.append(replace(entered.pop(), kind=kind))
         else:
@@ -105,61 +105,82 @@ def passes(row: PackedRow, budget: int | None) -> list[Pass]:
     return walk
 
 
-def _pieces(subtree_end: Sequence[int], budget: int) -> Iterator[tuple[Kind, _Piece]]:
-    """Yield the passes of a row."""
-    runs = segments(subtree_end)
-    number_of = {run.end: number for number, run in enumerate(runs)}
-    below: dict[int | None, list[int]] = {None: [], **{number: [] for number in range(len(runs))}}
-    for number, run in enumerate(runs):
-        below[number_of[run.ancestors[-1][1]] if run.ancestors else None].append(number)
-
-    def parts(parent: int | None) -> tuple[list[Range], list[int]]:
-        """The subtrees below a run that fit a pass, and the runs that begin the others."""
-        subtrees = {n: (runs[n].start, subtree_end[runs[n].start]) for n in below[parent]}
-        large = [n for n, (start, stop) in subtrees.items() if stop - start > budget]
-        return [subtree for n, subtree in subtrees.items() if n not in large], large
-
-    todo: list[_Piece | _Place] = [_Place(None)]
-    while todo:
-        place = todo.pop()
-        if isinstance(place, _Piece):
-            yield Kind.LEAVE, place
-            continue
-        number, start = place
-        if number is None or start is None:
-            small, large = parts(number)
-            for ranges in _together(small, budget):
-                yield Kind.ONCE, _Piece(ranges)
-            todo += [_Place(n, runs[n].start) for n in reversed(large)]
-            continue
-        if subtree_end[start] - start <= budget:
-            yield Kind.ONCE, _Piece(((start, subtree_end[start]),))
-            continue
-        trunk, beside, room = list[Range](), list[Range](), budget
-        while True:
-            # As little as lets the rest fit one pass.
-            enough = subtree_end[start] - start - budget
-            end = min(runs[number].end, start + room, start + enough)
-            trunk.append((start, end))
-            room -= end - start
-            small, large = parts(number)
-            needed = sum(stop - first for first, stop in small)
-            # Passes below begin at one token: a trunk ends where they part.
-            if end < runs[number].end or len(large) != 1 or needed >= room:
-                break
-            beside += small
-            room -= needed
-            number, start = large[0], runs[large[0]].start
-        piece = _Piece(tuple(sorted([*trunk, *beside])), tuple(trunk))
-        yield Kind.ENTER, piece
-        todo += [piece, _Place(number, end if end < runs[number].end else None)]
-
-
 class _Place(NamedTuple):
-    """Where a walk goes on: within a run, or below it; below no run are the roots."""
+    """Where a walk goes on: within a run of tokens, or below its end; below no run are the roots."""
 
     run: int | None
     start: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """The runs of a row's tokens, and the walk through them."""
+
+    subtree_end: Sequence[int]
+    budget: int
+    runs: Sequence[Segment]
+    below: Mapping[int | None, Sequence[int]]
+    """The runs that begin below each, by their numbers; those of None are roots."""
+
+    @classmethod
+    def of(cls, subtree_end: Sequence[int], budget: int) -> _Tree:
+        runs = segments(subtree_end)
+        number_of = {run.end: number for number, run in enumerate(runs)}
+        below: dict[int | None, list[int]] = defaultdict(list)
+        for number, run in enumerate(runs):
+            below[number_of[run.ancestors[-1][1]] if run.ancestors else None].append(number)
+        return cls(subtree_end, budget, runs, below)
+
+    def pieces(self) -> Iterator[tuple[Kind, _Piece]]:
+        """Yield the passes of the walk."""
+        todo: list[_Piece | _Place] = [_Place(None)]
+        while todo:
+            place = todo.pop()
+            if isinstance(place, _Piece):
+                yield Kind.LEAVE, place
+            elif place.run is None or place.start is None:
+                small, large = self._parts(place.run)
+                for ranges in _together(small, self.budget):
+                    yield Kind.ONCE, _Piece(ranges)
+                todo += [_Place(number, self.runs[number].start) for number in reversed(large)]
+            elif self.subtree_end[place.start] - place.start <= self.budget:
+                yield Kind.ONCE, _Piece(((place.start, self.subtree_end[place.start]),))
+            else:
+                piece, end = self._inner(place.run, place.start)
+                yield Kind.ENTER, piece
+                todo += [piece, end]
+
+    def _parts(self, number: int | None) -> tuple[list[Range], list[int]]:
+        """The subtrees below a run that fit a pass, and the runs that begin the others."""
+        small, large = list[Range](), list[int]()
+        for child in self.below.get(number, ()):
+            start = self.runs[child].start
+            stop = self.subtree_end[start]
+            if stop - start <= self.budget:
+                small.append((start, stop))
+            else:
+                large.append(child)
+        return small, large
+
+    def _inner(self, number: int, start: int) -> tuple[_Piece, _Place]:
+        """Return the inner piece that begins at a token, and where the walk goes on below it."""
+        trunk, beside, room = list[Range](), list[Range](), self.budget
+        while True:
+            # As little as lets the rest fit one pass.
+            enough = self.subtree_end[start] - start - self.budget
+            run_end = self.runs[number].end
+            end = min(run_end, start + room, start + enough)
+            trunk.append((start, end))
+            room -= end - start
+            small, large = self._parts(number)
+            needed = sum(stop - first for first, stop in small)
+            # Passes below begin at one token, so a trunk ends where two large subtrees part.
+            if end < run_end or len(large) != 1 or needed >= room:
+                piece = _Piece(tuple(sorted([*trunk, *beside])), tuple(trunk))
+                return piece, _Place(number, end if end < run_end else None)
+            beside += small
+            room -= needed
+            number, start = large[0], self.runs[large[0]].start
 
 
 def _together(subtrees: Sequence[Range], budget: int) -> list[tuple[Range, ...]]:
