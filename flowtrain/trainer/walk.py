@@ -106,7 +106,7 @@ def passes(row: PackedRow, budget: int | None) -> list[Pass]:
 
 
 class _Place(NamedTuple):
-    """Where a walk goes on: within a run of tokens, or below its end; below no run are the roots."""
+    """Where a walk goes on: within a run, or below its end; below no run are the roots."""
 
     run: int | None
     start: int | None = None
