@@ -26,7 +26,7 @@ from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.optimizers import ShardOptimizer
 from flowtrain.trainer.sharding import ShardSpec, shard
 from flowtrain.utils.commands import end_process
-from flowtrain.weights.format.checksums import checksum_of
+from flowtrain.weights.format.manifest import checksum_of
 
 _SHAPE: dict[str, Any] = {"hidden_size": 1024, "num_heads": 16, "max_positions": 64}
 """15 layers have 200 M parameters, with a vocabulary of a few hundred."""

@@ -20,12 +20,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from bench.measure import new_parser, report
 from flowtrain.records import Sample, UserError
 from flowtrain.trainer.attention import registration as attention
-from flowtrain.trainer.lm_head import equip, fused_head
+from flowtrain.trainer.loss import equip, fused_head, score_row
 from flowtrain.trainer.model import delta_net, experts
 from flowtrain.trainer.model.check import check_config
 from flowtrain.trainer.model.fused_layers import fuse_layers, fused_text
 from flowtrain.trainer.packing import in_order, pack_rows
-from flowtrain.trainer.row_loss import score_row
 
 VOCAB = 100
 SHAPE: dict[str, Any] = {

@@ -23,7 +23,7 @@ from flowtrain.agents.agentflow.prompts import CompactPrompt
 from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.agents.collect import collect
 from flowtrain.agents.policy import Policy
-from flowtrain.records import Completion, FinishReason, Sampling, Task
+from flowtrain.records import Call, FinishReason, Sampling, Task
 from flowtrain.tools.base_generator import GuessGenerator
 from flowtrain.tools.sandbox import bubblewrap, limits, seccomp
 from flowtrain.tools.sandbox.host import ProcessSandbox
@@ -50,11 +50,11 @@ class InstantEngine:
     version, max_tokens = 0, 1 << 20
 
     def __init__(self, text: str) -> None:
-        ids = tuple(map(ord, text))
-        self._completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
+        self._ids = tuple(map(ord, text))
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        return self._completion
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Call:
+        zeros = (0.0,) * len(self._ids)
+        return Call(tuple(prompt_ids), self._ids, zeros, (), FinishReason.STOP)
 
 
 class Characters:

@@ -27,8 +27,8 @@ from bench.weights import change, config_of, new_weights, parser_of
 from flowtrain.inference.vllm.plan import make_plan, prove
 from flowtrain.inference.vllm.sharded_target import ShardedTarget
 from flowtrain.weights import Publisher, PublishOptions, SnapshotPolicy, WeightReader, WeightStore
-from flowtrain.weights.format.layout import Layout
-from flowtrain.weights.ranks import Alone
+from flowtrain.weights.format.manifest import Layout
+from flowtrain.weights.ranks import SingleRank
 
 _T = TypeVar("_T")
 
@@ -110,10 +110,10 @@ def _connect(
     """Plan and prove the loads of a fused model, as vLLM's worker does."""
     model = FusedModel(weights)
     load, tensors = model.load_weights, list(model.parameters())
-    plan, plan_s = _timed(lambda: make_plan(layout, load, tensors, Alone()))
-    _, prove_s = _timed(lambda: prove(plan, load, tensors, Alone()))
+    plan, plan_s = _timed(lambda: make_plan(layout, load, tensors, SingleRank()))
+    _, prove_s = _timed(lambda: prove(plan, load, tensors, SingleRank()))
     assert not plan.dense, plan.dense
-    target = ShardedTarget(plan, Alone(), lambda whole: load(whole.items()), num_threads)
+    target = ShardedTarget(plan, SingleRank(), lambda whole: load(whole.items()), num_threads)
     return target, {"connect_s": plan_s + prove_s, "prove_s": prove_s}
 
 

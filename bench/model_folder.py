@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from flowtrain.algorithms.advantages import normalise
 from flowtrain.inference.token_chat import encode_chat
 from flowtrain.inference.torch_engine import TorchEngine
-from flowtrain.records import Completion, Sample, Sampling, Task, UserError
+from flowtrain.records import Call, Sample, Sampling, Task, UserError
 from flowtrain.rewards.squad import token_f1
 from flowtrain.trainer.model.loading import load_model, load_tokenizer
 from flowtrain.utils.text import final_answer
@@ -85,7 +85,7 @@ class ModelFolder:
                 completions = sample(engine, [prompt] * group_size, max_new_tokens, seed=start)
                 rewards = self._rewards(task, completions)
                 if min(rewards) < max(rewards):
-                    groups.append(_samples(prompt, completions, rewards))
+                    groups.append(_samples(completions, rewards))
                 if len(groups) == num_groups:
                     engine.close()
                     return groups
@@ -94,8 +94,10 @@ class ModelFolder:
             f"different rewards, and {num_groups} are needed"
         )
 
-    def _rewards(self, task: Task, completions: Sequence[Completion]) -> list[float]:
-        texts = [self.tokenizer.decode(c.ids, skip_special_tokens=True) for c in completions]
+    def _rewards(self, task: Task, completions: Sequence[Call]) -> list[float]:
+        texts = [
+            self.tokenizer.decode(c.response_ids, skip_special_tokens=True) for c in completions
+        ]
         return [token_f1(task, final_answer(text)) for text in texts]
 
 
@@ -111,10 +113,10 @@ def questions(number: int) -> list[Task]:
 
 def sample(
     engine: TorchEngine, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, seed: int = 0
-) -> list[Completion]:
+) -> list[Call]:
     """One completion of each prompt, in one batch."""
 
-    async def together() -> list[Completion]:
+    async def together() -> list[Call]:
         options = [
             Sampling(max_new_tokens, seed=seed + index, deadline_s=600.0)
             for index in range(len(prompts))
@@ -124,16 +126,8 @@ def sample(
     return asyncio.run(together())
 
 
-def _samples(
-    prompt: tuple[int, ...], completions: Sequence[Completion], rewards: Sequence[float]
-) -> list[Sample]:
+def _samples(completions: Sequence[Call], rewards: Sequence[float]) -> list[Sample]:
     return [
-        Sample(
-            prompt,
-            each.ids,
-            each.logprobs,
-            (advantage,) * len(each.ids),
-            (1 / len(each.ids),) * len(each.ids),
-        )
+        Sample.of(each, advantage, 1 / len(each.response_ids))
         for each, advantage in zip(completions, normalise(rewards), strict=True)
     ]

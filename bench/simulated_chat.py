@@ -17,7 +17,7 @@ from bench.gateway_clients import LAST, MOST, TOOLS, TURNS, text
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.policy import Policy
 from flowtrain.config import Config
-from flowtrain.records import Completion, FinishReason, Sampling, VersionSpan
+from flowtrain.records import Call, FinishReason, Sampling, VersionSpan
 from flowtrain.trainer.toy import new_tokenizer
 
 _CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "%s"}}\n</tool_call>'
@@ -53,14 +53,14 @@ class SimulatedEngine:
     version: int = 0
     max_tokens: int = 1 << 20
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Call:
         self.num_calls += 1
         self.longest = max(self.longest, len(prompt_ids))
         if self.seconds:
             await asyncio.sleep(self.seconds)
         ids = self.answer if sampling.max_new_tokens == LAST else self.said
         spans = (VersionSpan(0, len(ids), 0),)
-        return Completion(ids, (-1.0,) * len(ids), spans, FinishReason.STOP)
+        return Call(tuple(prompt_ids), ids, (-1.0,) * len(ids), spans, FinishReason.STOP)
 
 
 @functools.cache

@@ -26,6 +26,7 @@ from flowtrain.rewards import score
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.setup.components import RunComponents
 from flowtrain.trainer.setup.learner import publish_start
+from flowtrain.trainer.setup.placement import Placement
 from flowtrain.weights.stores.folder import WeightStore
 
 
@@ -74,7 +75,7 @@ def main_job(warm: str, num_questions: int = 16) -> Batch:
     options |= {"train.num_minibatches": "1"}
     config = parse([word for key, value in options.items() for word in (f"--{key}", value)])
     assert config is not None
-    components = RunComponents.prepare(config, world)
+    components = RunComponents.prepare(config, Placement.colocated(world))
     with tempfile.TemporaryDirectory() as folder:
         store = WeightStore(Path(folder))
         engines = components.make_policy_engines({"planner": store})

@@ -185,18 +185,15 @@ def run_held_out(job: Job) -> Result:
     from flowtrain.tasks.sets import MAIN_SPLIT
     from flowtrain.trainer.distributed import World
     from flowtrain.trainer.setup.components import RunComponents
+    from flowtrain.trainer.setup.placement import Placement
 
     world = World.join("cpu")
-    components = RunComponents.prepare(job.config, world)
+    components = RunComponents.prepare(job.config, Placement.colocated(world))
     config = components.config
     engines = components.make_policy_engines({})
-    found = roll_out(
-        components.make_agent(engines, config.agent.eval_max_turns),
-        components.tasks.held_out[MAIN_SPLIT],
-        config.run.seed,
-        world,
-        config.rollout.max_in_flight,
-    )
+    agent = components.make_agent(engines, config.agent.eval_max_turns)
+    tasks = components.tasks.held_out[MAIN_SPLIT]
+    found = roll_out(components, agent, tasks, config.run.seed, "held-out questions")
     rewards = [float(trajectory.reward or 0.0) for trajectory in found]
     components.close()
     world.leave()

@@ -30,7 +30,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bench.measure import median_ratio, new_parser, report
 from flowtrain.weights import Publisher, SnapshotPolicy, WeightStore
-from flowtrain.weights.format.layout import digest_hex
+from flowtrain.weights.format.manifest import digest_hex
 
 _SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

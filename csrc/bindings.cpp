@@ -18,6 +18,7 @@ using namespace flowtrain;
 using Words = py::array_t<std::uint16_t, py::array::c_style>;
 using Octets = py::array_t<std::uint8_t, py::array::c_style>;
 using Sums = std::pair<std::uint64_t, std::uint64_t>;
+using DeltasAndWords = std::pair<std::vector<Octets>, std::vector<Words>>;
 using GilFree = py::gil_scoped_release;
 
 Digest to_digest(Sums sums) { return {sums.first, sums.second}; }
@@ -97,13 +98,16 @@ py::dict to_dict(const Info& info) {
                     "num_blocks"_a = blocks);
 }
 
-void apply_all(const std::vector<Octets>& deltas, std::vector<Words> words, int num_threads) {
-    if (deltas.size() != words.size()) throw py::value_error("deltas and words differ in length");
+void apply_rounds(std::vector<DeltasAndWords> rounds, int num_threads) {
     at_least_one(num_threads);
-    std::vector<Patch> patches;
-    for (std::size_t i = 0; i < deltas.size(); ++i) {
-        aligned(words[i]);
-        patches.push_back({view(deltas[i]), words[i].mutable_data(), std::size_t(words[i].size())});  // raises when read-only
+    std::vector<Round> patches;
+    for (auto& [deltas, words] : rounds) {
+        if (deltas.size() != words.size()) throw py::value_error("deltas and words differ in length");
+        Round& round = patches.emplace_back();
+        for (std::size_t i = 0; i < deltas.size(); ++i) {
+            aligned(words[i]);
+            round.push_back({view(deltas[i]), words[i].mutable_data(), std::size_t(words[i].size())});  // raises when read-only
+        }
     }
     GilFree free;
     flowtrain::apply(patches, num_threads);
@@ -174,8 +178,11 @@ PYBIND11_MODULE(_delta, m) {
           },
           "delta"_a.noconvert(), "base"_a.noconvert() = py::none(), py::kw_only(), "num_threads"_a = 1,
           "Check checksums and structure; with `base`, which level 2 needs, also the digests.");
-    m.def("apply", &apply_all, "deltas"_a.noconvert(), "words"_a.noconvert(), py::kw_only(), "num_threads"_a = 1,
+    m.def("apply", [](std::vector<Octets> deltas, std::vector<Words> words, int num_threads) { apply_rounds({DeltasAndWords(deltas, words)}, num_threads); },
+          "deltas"_a.noconvert(), "words"_a.noconvert(), py::kw_only(), "num_threads"_a = 1,
           "Add each delta to its words in place: all of them, or none when one is refused.");
+    m.def("apply_rounds", &apply_rounds, "rounds"_a.noconvert(), py::kw_only(), "num_threads"_a = 1,
+          "`apply` for several pairs of deltas and words, one after another: all of them, or none when one is refused.");
     m.def("decode",
           [](const Octets& delta, const std::optional<Words>& base) {
               const std::uint16_t* const words = base_of(base, view(delta));

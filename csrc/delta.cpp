@@ -303,15 +303,22 @@ class Applier {
     std::size_t written_ = 0;
 };
 
+struct Work {  // a round of `apply`
+    std::vector<Parsed> deltas;
+    std::vector<Step> steps;
+    std::vector<std::unique_ptr<Applier>> appliers;  // one per thread
+    u64 num_changed = 0;
+};
+
 // Two patches of the same word would race and could not be undone.
-void require_apart(const std::vector<Patch>& patches) {
+void require_apart(const Round& patches) {
     std::vector<std::pair<const u16*, const u16*>> ranges;
     for (const Patch& patch : patches) {
         if (patch.num_words) ranges.emplace_back(patch.words, patch.words + patch.num_words);
     }
     std::sort(ranges.begin(), ranges.end());
     for (std::size_t i = 1; i < ranges.size(); ++i) {
-        if (ranges[i].first < ranges[i - 1].second) throw Error(Fault::kWrongLayout, "two patches have words in common: compose their deltas first");
+        if (ranges[i].first < ranges[i - 1].second) throw Error(Fault::kWrongLayout, "two patches have words in common");
     }
 }
 
@@ -441,52 +448,49 @@ Info validate(View view, const u16* base, int num_threads) {
     return info(view);
 }
 
-void apply(const std::vector<Patch>& patches, int num_threads) {
-    require_apart(patches);
-    std::vector<Parsed> deltas;
-    std::vector<Step> steps;
-    u64 num_changed = 0;
-    for (const Patch& patch : patches) {
-        deltas.push_back(parse(patch.delta));
-        const u64 wanted = deltas.back().header.num_words;
-        if (wanted != patch.num_words) {
-            throw Error(Fault::kWrongLayout,
-                        "the delta is for " + std::to_string(wanted) + " words, the weights have " + std::to_string(patch.num_words));
-        }
-        num_changed += deltas.back().header.num_changed;
-    }
-    for (std::size_t p = 0; p < patches.size(); ++p) {
-        for (std::size_t b = 0; b < deltas[p].num_blocks(); ++b) {
-            if (deltas[p].entry(b).codec != kEmpty) steps.push_back({&deltas[p], p, b, patches[p].words + b * kBlockWords});
-        }
-    }
-    // Damage in transit shows here, before a word is written. The undo below is for deltas that were encoded wrong or meet another base.
-    const std::size_t shares = shares_of(num_threads, steps.size());
-    parallel(shares, steps.size(), [&](std::size_t, std::size_t begin, std::size_t end) {
-        for (std::size_t s = begin; s < end; ++s) steps[s].delta->check_payload(steps[s].block);
-    });
-    std::vector<std::unique_ptr<Applier>> appliers(shares);
-    try {
-        parallel(shares, steps.size(), [&](std::size_t thread, std::size_t begin, std::size_t end) {
-            // The header's number is a hint and may be wrong, but it cannot exceed the number of words.
-            const std::size_t expected = std::size_t(num_changed) / appliers.size();
-            appliers[thread].reset(new Applier(steps.data() + begin, steps.data() + end, patches.size(), expected));
-            appliers[thread]->run();
-        });
-        for (std::size_t p = 0; p < patches.size(); ++p) {
-            Digest target = deltas[p].header.base;
-            u64 total = 0;
-            for (const auto& applier : appliers) {
-                if (!applier) continue;
-                target += applier->change[p];
-                total += applier->num_changed[p];
+void apply(const std::vector<Round>& rounds, int num_threads) {
+    std::vector<Work> all;
+    for (const Round& patches : rounds) {
+        require_apart(patches);
+        Work& work = all.emplace_back();
+        work.deltas.reserve(patches.size());  // steps point to them
+        for (const Patch& patch : patches) {
+            const Parsed& delta = work.deltas.emplace_back(parse(patch.delta));
+            if (delta.header.num_words != patch.num_words)
+                throw Error(Fault::kWrongLayout, "the delta is for " + std::to_string(delta.header.num_words) +
+                                                     " words, the weights have " + std::to_string(patch.num_words));
+            work.num_changed += delta.header.num_changed;
+            for (std::size_t b = 0; b < delta.num_blocks(); ++b) {
+                if (delta.entry(b).codec != kEmpty) work.steps.push_back({&delta, work.deltas.size() - 1, b, patch.words + b * kBlockWords});
             }
-            if (total != deltas[p].header.num_changed) throw Error(Fault::kCorrupt, "the delta has another number of changes than its header says");
-            if (!(target == deltas[p].header.target)) wrong_base();
+        }
+        // Damage in transit shows here, before a word is written. The undo below is for deltas that were encoded wrong or meet another base.
+        work.appliers.resize(shares_of(num_threads, work.steps.size()));
+        parallel(work.appliers.size(), work.steps.size(), [&](std::size_t, std::size_t begin, std::size_t end) {
+            for (std::size_t s = begin; s < end; ++s) work.steps[s].delta->check_payload(work.steps[s].block);
+        });
+    }
+    try {
+        for (Work& work : all) {
+            parallel(work.appliers.size(), work.steps.size(), [&](std::size_t thread, std::size_t begin, std::size_t end) {
+                // The header's number is a hint and may be wrong, but it cannot exceed the number of words.
+                const std::size_t expected = std::size_t(work.num_changed) / work.appliers.size();
+                work.appliers[thread].reset(new Applier(work.steps.data() + begin, work.steps.data() + end, work.deltas.size(), expected));
+                work.appliers[thread]->run();
+            });
+            for (std::size_t p = 0; p < work.deltas.size(); ++p) {
+                Digest target = work.deltas[p].header.base;
+                u64 total = 0;
+                for (const auto& applier : work.appliers)
+                    if (applier) target += applier->change[p], total += applier->num_changed[p];
+                if (total != work.deltas[p].header.num_changed) throw Error(Fault::kCorrupt, "the delta has another number of changes than its header says");
+                if (!(target == work.deltas[p].header.target)) wrong_base();
+            }
         }
     } catch (...) {
-        for (const auto& applier : appliers) {
-            if (applier) applier->undo();
+        for (auto work = all.rbegin(); work != all.rend(); ++work) {
+            for (const auto& applier : work->appliers)
+                if (applier) applier->undo();
         }
         throw;
     }

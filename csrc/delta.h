@@ -79,6 +79,7 @@ struct Patch {
     std::uint16_t* words;
     std::size_t num_words;
 };
+using Round = std::vector<Patch>;  // no two of them may have words in common
 
 // Encode the delta from `old_words` to `new_words`, in one pass over both.
 Bytes encode(const std::uint16_t* old_words, const std::uint16_t* new_words, std::size_t num_words, const EncodeOptions& options);
@@ -94,8 +95,8 @@ Info info(View delta);
 // Check checksums and structure and, with `base` (required at level 2), the digests.
 Info validate(View delta, const std::uint16_t* base, int num_threads);
 
-// Add the deltas to the words in place: all of them, or none when any is refused. No two patches may have words in common.
-void apply(const std::vector<Patch>& patches, int num_threads);
+// Add the deltas to the words in place, round after round: all of them, or none when any is refused.
+void apply(const std::vector<Round>& rounds, int num_threads);
 
 // Return positions and wrap differences. Level 2 needs `base`.
 Pairs decode(View delta, const std::uint16_t* base);

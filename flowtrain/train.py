@@ -15,7 +15,7 @@ One step, top to bottom, is the system:
     old_logprobs  trainer/trainer.py          of the policy before the step, with train.rescore
     ref_logprobs  trainer/trainer.py          of the reference policy, for the KL term
     train         trainer/trainer.py          clipped ratio + KL, backward, AdamW
-    count         trainer/run/step_counts.py  rollouts, what became of every token, and how far the
+    count         trainer/run/run.py          rollouts, what became of every token, and how far the
                                               trainer's log-probs are from the sampler's
     publish       weights/publish/            what changed in the weights, as an immutable version
     load          weights/load/               the engine samples with that version from now on
@@ -42,13 +42,13 @@ from flowtrain.agents.collect import collect, collect_branches
 from flowtrain.algorithms.dynamic_sampling import joined, mixed_first
 from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt
+from flowtrain.records import Rollouts
 from flowtrain.replay.log import ReplayLog
 from flowtrain.rewards import score, shuffle_rewards
-from flowtrain.trainer.records import Rollouts
 from flowtrain.trainer.run.dry_run import dry_run
 from flowtrain.trainer.run.opening import open_run
 from flowtrain.trainer.run.run import Run
-from flowtrain.trainer.run.step_counts import Counted
+from flowtrain.trainer.run.run_logger import Counted
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.step_timer import StepTimer
 
@@ -58,7 +58,6 @@ def train(config: Config) -> int:
     if config.run.dry_run:
         return dry_run(config)
     with Interrupt() as interrupt, open_run(config, interrupt) as run:
-        gather = next_batch if run.pool is not None else sample
         warm = run.evaluate_warm()
         interrupt.defer()
         policies = [(each, _replay_log(each)) for each in (*run.beside, run)]
@@ -87,7 +86,7 @@ def train(config: Config) -> int:
 
 
 def _replay_log(run: Run) -> ReplayLog:
-    return ReplayLog(run.run_dir, run.config, run.placement, run.start_step)
+    return ReplayLog(run.logger.run_dir, run.config, run.components.placement, run.start_step)
 
 
 def learn(
@@ -96,33 +95,48 @@ def learn(
     """Train a policy by the step's rollouts; others that are trained learn from the same ones."""
     learner = run.learner
     with timer("collect"):
-        prepared = learner.pack(learner.advantages(rollouts))
+        batch = learner.advantages(rollouts)
+        packed = learner.pack(batch)
     with timer("train"):
         run.sleep()
-        rows = learner.balance(prepared.rows)
+        rows = learner.balance(packed)
         rows = learner.old_logprobs(rows)
         rows = learner.ref_logprobs(rows)
         trained = learner.train(step, rows)
-    counted = run.count(step, rollouts, prepared, trained)
+    counted = run.count(step, rollouts, batch, packed, trained)
     with timer("publish"):
         published = run.publish(step, counted.tokens)
     with timer("load"):
         loaded = run.load(step)
     with timer("eval"):
         evaluation = run.evaluate(step)
-    kept = replay_log.keep(step, rollouts, prepared.batch)
+    kept = replay_log.keep(step, rollouts, batch)
     run.logger.log(
         step,
         rollouts,
-        prepared,
+        batch,
         trained=trained,
         counted=counted,
-        weights={**published, **loaded},
-        kept=kept,
         evaluation=evaluation,
-        seconds=timer.metrics(),
+        metrics={**published, **loaded, **kept, **timer.metrics()},
     )
     return counted
+
+
+def gather(run: Run, step: int, timer: StepTimer) -> Rollouts | None:
+    """Take what nodes have rolled out and scored, or do it here; None when the run is asked to end
+    before.
+    """
+    rollouts: Rollouts | None
+    if run.pool:
+        with timer("collect"):
+            rollouts = run.pool.source.next_batch(step)
+    else:
+        rollouts = sample(run, step, timer)
+    if rollouts is None or not run.config.algorithm.shuffle_rewards:
+        return rollouts
+    seed = derive_seed(run.config.run.seed, "shuffle", step)
+    return rollouts._replace(groups=shuffle_rewards(rollouts.groups, seed))
 
 
 def sample(run: Run, step: int, timer: StepTimer) -> Rollouts:
@@ -136,19 +150,16 @@ def sample(run: Run, step: int, timer: StepTimer) -> Rollouts:
         num_asked += num_missing
         if run.config.algorithm.dynamic_sampling:
             policy = run.config.train.policy
-            rollouts, num_mixed = mixed_first(rollouts, run.placement.world, policy)
+            rollouts, num_mixed = mixed_first(rollouts, run.components.world, policy)
             num_missing = num_questions - num_mixed
         if not num_missing:
             break
-    if not run.config.algorithm.shuffle_rewards:
-        return rollouts
-    seed = derive_seed(run.config.run.seed, "shuffle", step)
-    return rollouts._replace(groups=shuffle_rewards(rollouts.groups, seed))
+    return rollouts
 
 
 def _roll_out(run: Run, step: int, number: int, num_questions: int, timer: StepTimer) -> Rollouts:
     """Roll out and score the next questions; `number` of the round within the step."""
-    config, samplers = run.config.rollout, run.placement.samplers
+    config, samplers = run.config.rollout, run.components.placement.samplers
     agent = run.agent_of(step)
     tasks = run.cursor.take(num_questions)
     part = (step, number) if number else (step,)
@@ -156,7 +167,7 @@ def _roll_out(run: Run, step: int, number: int, num_questions: int, timer: StepT
         groups = collect(
             agent,
             tasks,
-            group_size=run.algorithm.num_roots,
+            group_size=run.components.algorithm.num_roots,
             seed=derive_seed(run.config.run.seed, "train", *part),
             max_in_flight=config.max_in_flight,
             rank=samplers.rank,
@@ -166,8 +177,7 @@ def _roll_out(run: Run, step: int, number: int, num_questions: int, timer: StepT
             on_done=tick,
         )
     with timer("branch"):
-        trainer, tokenizer = run.learner.trainer, run.components.tokenizer
-        branches = run.algorithm.branch(step, groups, trainer, tokenizer)
+        branches = run.learner.branch(step, groups)
     with timer("collect"):
         groups = collect_branches(
             agent,
@@ -180,17 +190,5 @@ def _roll_out(run: Run, step: int, number: int, num_questions: int, timer: StepT
             straggler_s=config.straggler_s,
         )
     with timer("collect"):
-        functions, bounds = run.components.reward_functions, run.config.reward
-        groups = score(groups, run.judge, functions, bounds)
+        groups = score(groups, *run.components.scoring())
     return Rollouts(groups, branches.logprobs, {})
-
-
-def next_batch(run: Run, step: int, timer: StepTimer) -> Rollouts | None:
-    """Take what nodes have rolled out and scored; None when the run is asked to end before."""
-    assert run.pool is not None, "without dataflow.url a run samples by itself"
-    with timer("collect"):
-        rollouts = run.pool.source.next_batch(step)
-    if rollouts is None or not run.config.algorithm.shuffle_rewards:
-        return rollouts
-    seed = derive_seed(run.config.run.seed, "shuffle", step)
-    return rollouts._replace(groups=shuffle_rewards(rollouts.groups, seed))

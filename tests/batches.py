@@ -12,7 +12,7 @@ import torch
 
 from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.config import Config
-from flowtrain.records import Completion, Group, Sample, Sampling, TrainBatch
+from flowtrain.records import Call, Group, Sample, Sampling, TrainBatch
 
 
 def batch(
@@ -77,12 +77,8 @@ def random_samples(
 def sampled(engine: Any, prompts: Sequence[tuple[int, ...]], more: int) -> list[Sample]:
     """A sample of each prompt, `more` tokens longer than the one before."""
 
-    async def together() -> list[Completion]:
+    async def together() -> list[Call]:
         every = [Sampling(3 + more * n, seed=n, ignore_end=True) for n in range(len(prompts))]
         return await asyncio.gather(*map(engine.generate, prompts, every))
 
-    return [
-        Sample(p, c.ids, c.logprobs, ones, ones, routes=c.routes)
-        for p, c in zip(prompts, asyncio.run(together()), strict=True)
-        for ones in [(1.0,) * len(c.ids)]
-    ]
+    return [Sample.of(call) for call in asyncio.run(together())]

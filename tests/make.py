@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from flowtrain.records import (
     Action,
     Call,
-    Completion,
     FinishReason,
     Group,
     Sampling,
@@ -40,20 +39,6 @@ def ids_of(tokens: Tokens) -> tuple[int, ...]:
     return tuple(range(tokens) if isinstance(tokens, int) else tokens)
 
 
-def completion(
-    tokens: Tokens = 1,
-    logprobs: float | Sequence[float] = -1.0,
-    version: int | None = None,
-    reason: FinishReason = FinishReason.STOP,
-    **fields: Any,
-) -> Completion:
-    """`logprobs`: one for all tokens, or each; `version`: of the weights that sampled them."""
-    ids = ids_of(tokens)
-    each = (float(logprobs),) * len(ids) if isinstance(logprobs, int | float) else tuple(logprobs)
-    spans = () if version is None or not ids else (VersionSpan(0, len(ids), version),)
-    return Completion(ids, each, spans, reason, **fields)
-
-
 def call(
     response: Tokens = 1,
     prompt: Tokens = (7,),
@@ -62,9 +47,11 @@ def call(
     reason: FinishReason = FinishReason.STOP,
     **fields: Any,
 ) -> Call:
-    done = completion(response, logprobs, version, reason)
-    spans = fields.pop("spans", done.spans)
-    return Call(ids_of(prompt), done.ids, done.logprobs, spans, reason, **fields)
+    """`logprobs`: one for all tokens, or each; `version`: of the weights that sampled them."""
+    ids = ids_of(response)
+    each = (float(logprobs),) * len(ids) if isinstance(logprobs, int | float) else tuple(logprobs)
+    spans = () if version is None or not ids else (VersionSpan(0, len(ids), version),)
+    return Call(ids_of(prompt), ids, each, fields.pop("spans", spans), reason, **fields)
 
 
 def turn(
@@ -116,7 +103,7 @@ class Engine:
 
         return cls(say, decode=tokenizer.decode, **options)
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Call:
         prompt = self.decode(list(prompt_ids))
         self.asked.append((prompt, sampling))
         if self.error is not None:
@@ -124,7 +111,7 @@ class Engine:
         if self.hangs:
             await asyncio.Event().wait()
         ids = tuple(self.say(prompt, sampling))
-        return completion(ids, -0.5, self.version, self.reason, sampling_mask=self.mask)
+        return call(ids, prompt_ids, -0.5, self.version, self.reason, sampling_mask=self.mask)
 
     @property
     def prompts(self) -> list[Any]:

@@ -29,6 +29,7 @@ from flowtrain.tasks.sets import TaskSet
 from flowtrain.train import train
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.setup.placement import Placement
 
 pytestmark = pytest.mark.usefixtures("no_side_effects")
 ATTRIBUTES = ("area", "height", "age", "rank")
@@ -118,7 +119,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with ExitStack() as cleanup:
         world = World.join("cpu")
         cleanup.callback(world.leave)
-        components = RunComponents.prepare(config(place, "warm", SEED), world)
+        components = RunComponents.prepare(config(place, "warm", SEED), Placement.colocated(world))
         cleanup.callback(components.close)
         planned = dataclasses.replace(components, tasks=with_plans(components.tasks))
         fine_tuned(planned, cleanup)

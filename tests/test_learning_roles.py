@@ -21,7 +21,7 @@ from flowtrain.rewards import score
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.packing import pack
 from flowtrain.trainer.setup.components import RunComponents
-from flowtrain.trainer.setup.learner import Learner
+from flowtrain.trainer.setup.learner import make_learner
 from flowtrain.trainer.setup.placement import Placement
 from flowtrain.weights import WeightStore
 
@@ -45,7 +45,9 @@ def prepared(place: Path, run: str, cleanup: ExitStack, **sections: object) -> R
     """The planner is scripted, so that no model of it is needed."""
     world = World.join("cpu")
     cleanup.callback(world.leave)
-    components = RunComponents.prepare(config(place, run, 1, **sections), world, scripted=True)
+    options = config(place, run, 1, **sections)
+    trained = (options.train.policy,)
+    components = RunComponents.prepare(options, Placement.colocated(world), asked=trained)
     cleanup.callback(components.close)
     return dataclasses.replace(components, tasks=with_plans(components.tasks))
 
@@ -65,10 +67,9 @@ def learn(place: Path, num_steps: int, sections: dict[str, dict[str, object]]) -
         model = {"path": str(place / "warm" / "model")}
         components = prepared(place, "run", cleanup, model=model, **sections)
         name, store = components.config.train.policy, WeightStore(place / "weights")
-        engines = components.make_policy_engines({name: store})
+        engines = components.make_policy_engines({name: store}, (name,))
         flow = components.make_agent(engines, components.config.agent.max_turns)
-        placement = Placement(*[components.world] * 3)
-        learner = Learner.make(components, placement, store, Path("checkpoints"))
+        learner = make_learner(components, store, Path("checkpoints"))
         learner.publish(0)
         order, options = random.Random(0), components.config.train
         for step in range(num_steps + 1):

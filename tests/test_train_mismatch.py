@@ -82,7 +82,7 @@ def other_temperature(ratio: float) -> Provoked:
 
 
 def unknown_mask() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch.object(tree, "_mask_tensors", lambda samples: {})
+    return mock.patch.object(tree, "_mask_tensors", lambda samples: (None, None))
 
 
 def frozen_engine() -> contextlib.AbstractContextManager[Any]:

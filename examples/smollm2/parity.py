@@ -19,12 +19,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from flowtrain.config import Config
 from flowtrain.inference.factory import ModelSpec, make_engine
 from flowtrain.inference.protocol import Engine
-from flowtrain.records import Completion, Sample, Sampling, UserError
-from flowtrain.trainer import lm_head
+from flowtrain.records import Call, Sample, Sampling, UserError
 from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.loss import equip, score_row
 from flowtrain.trainer.model.loading import load_model, load_tokenizer
 from flowtrain.trainer.packing import in_order, pack_rows
-from flowtrain.trainer.row_loss import score_row
 
 PROMPTS = {
     "What is the capital of France? Answer in one sentence.": "Paris",
@@ -97,14 +96,16 @@ def check_folder(folder: Path, say: Callable[[str], None] = print) -> dict[str, 
         prompts = [prompt_ids(tokenizer, question) for question in PROMPTS]
         sampled = sample(folder, dtype, "torch", prompts)
         if dtype == "float32":
-            replies = [tokenizer.decode(each.ids, skip_special_tokens=True) for each in sampled]
+            replies = [
+                tokenizer.decode(each.response_ids, skip_special_tokens=True) for each in sampled
+            ]
             check_replies(replies)
             for question, reply in zip(PROMPTS, replies, strict=True):
                 say(f"  {question}\n    {reply!r}")
         reference = transformers_logprobs(folder, dtype, prompts, sampled)
         engine = [torch.tensor(each.logprobs) for each in sampled]
         distances.append(_distance("torch engine", dtype, engine, reference))
-        tree = tree_logprobs(folder, dtype, prompts, sampled)
+        tree = tree_logprobs(folder, dtype, sampled)
         distances.append(_distance("trainer's token tree", dtype, tree, reference))
         distances.append(_vllm_distance(folder, dtype, prompts))
     for each in distances:
@@ -155,9 +156,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, question: str) -> tuple[int, 
     return tuple(tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def sample(
-    folder: Path, dtype: str, kind: str, prompts: Sequence[tuple[int, ...]]
-) -> list[Completion]:
+def sample(folder: Path, dtype: str, kind: str, prompts: Sequence[tuple[int, ...]]) -> list[Call]:
     """Sample greedily with one of our engines: "torch" or "vllm"."""
     options = {"model": {"dtype": dtype}, "rollout": {"engine": kind}}
     config = Config.model_validate(
@@ -171,7 +170,7 @@ def sample(
         engine.close()
 
 
-async def _ask(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> list[Completion]:
+async def _ask(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> list[Call]:
     sampling = Sampling(MAX_NEW_TOKENS, temperature=0.0, deadline_s=600.0)
     return await asyncio.gather(*(engine.generate(ids, sampling) for ids in prompts))
 
@@ -181,7 +180,7 @@ def transformers_logprobs(
     folder: Path,
     dtype: str,
     prompts: Sequence[tuple[int, ...]],
-    sampled: Sequence[Completion],
+    sampled: Sequence[Call],
 ) -> list[Tensor]:
     """Score each response by transformers alone, one at a time; fp32, one per token."""
     model = AutoModelForCausalLM.from_pretrained(
@@ -189,29 +188,21 @@ def transformers_logprobs(
     ).eval()
     scores = []
     for prompt, response in zip(prompts, sampled, strict=True):
-        ids = torch.tensor([*prompt, *response.ids])
+        ids = torch.tensor([*prompt, *response.response_ids])
         logits = model(ids[None, :-1]).logits[0, len(prompt) - 1 :].float()
         scores.append(logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0])
     return scores
 
 
 @torch.no_grad()
-def tree_logprobs(
-    folder: Path,
-    dtype: str,
-    prompts: Sequence[tuple[int, ...]],
-    sampled: Sequence[Completion],
-) -> list[Tensor]:
+def tree_logprobs(folder: Path, dtype: str, sampled: Sequence[Call]) -> list[Tensor]:
     """Score all responses as the trainer does: packed as one token tree, the head on targets only.
 
     Returns fp32, one per token.
     """
     model = load_model(str(folder), getattr(torch, dtype), attention.NAME).eval()
-    lm_head.equip(model)
-    samples = [
-        Sample(ids, each.ids, each.logprobs, (0.0,) * len(each.ids), (1.0,) * len(each.ids))
-        for ids, each in zip(prompts, sampled, strict=True)
-    ]
+    equip(model)
+    samples = [Sample.of(call) for call in sampled]
     rows = pack_rows(samples, token_budget=4096)
     return in_order(samples, [score_row(model, row, 1.0).logprob_T for row in rows])
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from flowtrain.agents.agentflow.memory import Memory
@@ -13,12 +14,10 @@ from flowtrain.inference.special_tokens import encode_plain, encode_prompt
 from flowtrain.inference.token_chat import ChatTokenizer, chat_text, check_template, reply_end
 from flowtrain.records import (
     Call,
-    Completion,
     FinishReason,
     PolicyName,
     Sampling,
     Task,
-    Turn,
     VersionSpan,
 )
 
@@ -52,44 +51,34 @@ class Prompt(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class ResponsePrefix:
-    """The prompt and the beginning of the response that a branch shares with its parent's turn."""
+def opening(call: Call, num_tokens: int) -> Call:
+    """Return a call with the first tokens of its response, behind which a branch goes on."""
+    spans = (replace(s, end=min(s.end, num_tokens)) for s in call.spans if s.start < num_tokens)
+    mask = call.sampling_mask
+    return Call(
+        call.prompt_ids,
+        call.response_ids[:num_tokens],
+        call.logprobs[:num_tokens],
+        tuple(spans),
+        FinishReason.LENGTH,
+        sampling_mask=None if mask is None else mask.first(num_tokens),
+    )
 
-    prompt_ids: tuple[int, ...]
-    response: Completion
 
-    @classmethod
-    def of(cls, turn: Turn, num_tokens: int) -> ResponsePrefix:
-        """Take the first `num_tokens` tokens of a turn's response."""
-        call = turn.call
-        spans = tuple(
-            replace(span, end=min(span.end, num_tokens))
-            for span in call.spans
-            if span.start < num_tokens
-        )
-        ids = call.response_ids[:num_tokens]
-        logprobs = call.logprobs[:num_tokens]
-        mask = None if call.sampling_mask is None else call.sampling_mask.first(num_tokens)
-        return cls(call.prompt_ids, Completion(ids, logprobs, spans, FinishReason.LENGTH, mask))
-
-    def joined(self, rest: Completion) -> Completion:
-        """Return the whole response, of which `rest` was sampled now."""
-        shift = len(self.response.ids)
-        spans = (
-            *self.response.spans,
-            *(VersionSpan(s.start + shift, s.end + shift, s.version) for s in rest.spans),
-        )
-        ours = self.response.sampling_mask
-        theirs = rest.sampling_mask
-        return Completion(
-            self.response.ids + rest.ids,
-            self.response.logprobs + rest.logprobs,
-            spans,
-            rest.finish_reason,
-            sampling_mask=None if ours is None or theirs is None else ours + theirs,
-            routes=rest.routes,  # of all that it read, the beginning too
-        )
+def joined(begun: Call, later: Call) -> Call:
+    """Return the whole call, of whose response `later` was sampled behind what was begun."""
+    shift = len(begun.response_ids)
+    spans = (VersionSpan(s.start + shift, s.end + shift, s.version) for s in later.spans)
+    ours, theirs = begun.sampling_mask, later.sampling_mask
+    return replace(
+        later,  # whose routes are of all that it read, the beginning too
+        prompt_ids=begun.prompt_ids,
+        response_ids=begun.response_ids + later.response_ids,
+        logprobs=begun.logprobs + later.logprobs,
+        spans=(*begun.spans, *spans),
+        sampling_mask=None if ours is None or theirs is None else ours + theirs,
+        entropies=(),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +97,10 @@ class Policy:
     top_k: int = 0
     top_p: float = 1.0
     frequency_penalty: float = 0.0
+    name: PolicyName = ""
+    sampled: Counter[PolicyName] = field(default_factory=Counter)
+    """Tokens that engines have returned, by the policy's name, those of turns that were broken off
+    afterwards too; not what a request had sampled when it was given up."""
 
     @property
     def max_tokens(self) -> int:
@@ -120,7 +113,7 @@ class Policy:
         *,
         seed: int,
         deadline_s: float,
-        prefix: ResponsePrefix | None = None,
+        prefix: Call | None = None,
         max_new_tokens: int | None = None,
         stop_strings: tuple[str, ...] = (),
     ) -> Call:
@@ -133,7 +126,7 @@ class Policy:
         most = min(self.max_new_tokens, max_new_tokens or self.max_new_tokens)
         if len(prompt_ids) + most > self.max_tokens:
             raise PromptTooLong(f"{len(prompt_ids)} prompt tokens")
-        begun = () if prefix is None else prefix.response.ids
+        begun = () if prefix is None else prefix.response_ids
         sampling = Sampling(
             most - len(begun),
             self.temperature,
@@ -144,10 +137,11 @@ class Policy:
             seed=seed,
             deadline_s=min(self.request_timeout_s, deadline_s),
         )
-        completion = await self.engine.generate(prompt_ids + begun, sampling)
+        call = await self.engine.generate(prompt_ids + begun, sampling)
+        self.sampled[self.name] += len(call.response_ids)
         if prefix is not None:
-            completion = prefix.joined(completion)
-        return Call.of(prompt_ids, completion, self.decode(completion.ids))
+            call = joined(prefix, call)
+        return replace(call, text=self.decode(call.response_ids))
 
     async def reply(self, prompt: Prompt, moment: Moment, *, seed: int, deadline_s: float) -> Call:
         """See `Voice`. Raises PromptTooLong."""
@@ -169,8 +163,7 @@ class Policy:
         """
         end = reply_end(self.tokenizer) if is_message else self.tokenizer.eos_token_id
         ids = (*self.encode(text), end)
-        completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
-        return Call.of(prompt_ids, completion, text)
+        return Call(prompt_ids, ids, (0.0,) * len(ids), (), FinishReason.STOP, text)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Encode a text in which only what a chat template wrote is special."""

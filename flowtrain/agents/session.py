@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self
 
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
-from flowtrain.agents.policy import Policy, PromptTooLong, ResponsePrefix
+from flowtrain.agents.policy import Policy, PromptTooLong, opening
 from flowtrain.inference.protocol import EngineError
 from flowtrain.records import (
     MAX_TOOL_CALLS,
@@ -162,7 +162,7 @@ class Session:
         prefix = None
         if self._start is not None and number == self._start.point.turn:
             left = _again(self._start.parent.turns[number], name, prompt_ids)
-            prefix = ResponsePrefix.of(left, self._start.point.token)
+            prefix = opening(left.call, self._start.point.token)
         started = time.monotonic()
         try:
             call = await policy.sample(

@@ -122,24 +122,11 @@ def make_batch(
                 tokens[FilterReason.OVERLONG] += trajectory.num_tokens(policy)
                 continue
             for turn, call in calls:
-                num_tokens = len(call.response_ids)
-                weight, divisor = _weight(
-                    average, len(finished), len(calls), num_tokens, most_tokens
-                )
+                sizes = len(finished), len(calls), len(call.response_ids), most_tokens
+                weight, divisor = _weight(average, *sizes)
+                sample_id = SampleId(group.index, member, turn)
                 samples.append(
-                    Sample(
-                        call.prompt_ids,
-                        call.response_ids,
-                        call.logprobs,
-                        _per_token(of_turns[turn], num_tokens),
-                        (weight,) * num_tokens,
-                        minibatch,
-                        SampleId(group.index, member, turn),
-                        call.sampling_mask,
-                        divisor=divisor,
-                        routes=call.routes,
-                        spans=call.spans,
-                    )
+                    Sample.of(call, of_turns[turn], weight, minibatch, sample_id, divisor)
                 )
     return TrainBatch(tuple(samples), num_dropped, counts, tokens)
 
@@ -206,10 +193,3 @@ def _has_signal(group: Group, credits: Credits) -> bool:
         return False
     every = [each for of_turns in credits for each in of_turns or ()]
     return any(each if isinstance(each, int | float) else any(each) for each in every)
-
-
-def _per_token(credit: Credit, num_tokens: int) -> tuple[float, ...]:
-    if isinstance(credit, int | float):
-        return (credit,) * num_tokens
-    assert len(credit) == num_tokens, f"{len(credit)} advantages for {num_tokens} tokens"
-    return tuple(credit)

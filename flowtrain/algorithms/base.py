@@ -30,6 +30,7 @@ from flowtrain.records import (
     FinishReason,
     Group,
     SampleId,
+    Scored,
     TrainBatch,
     Trajectory,
     UserError,
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from flowtrain.tasks.sub_goals import Hints
     from flowtrain.tools import Tool
     from flowtrain.trainer.minibatch_factor import MinibatchFactor
-    from flowtrain.trainer.token_scores import Scored
     from flowtrain.trainer.trainer import Trainer
 
 

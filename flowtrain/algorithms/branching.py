@@ -27,9 +27,8 @@ from flowtrain.algorithms.base import Algorithm, Branches, NodeSampler
 from flowtrain.config import Appo as Options
 from flowtrain.config import Config
 from flowtrain.inference.protocol import Scorer
-from flowtrain.records import BranchPoint, Call, Group, PolicyName, Sample, SampleId
+from flowtrain.records import BranchPoint, Call, Group, PolicyName, Sample, SampleId, Scored
 from flowtrain.trainer.packing import in_order, pack_rows
-from flowtrain.trainer.token_scores import Scored
 from flowtrain.trainer.trainer import Trainer
 from flowtrain.utils.seeds import derive_seed, derive_uniform
 
@@ -160,11 +159,7 @@ def root_samples(
     entropies of its tokens.
     """
     _, calls = _root_calls(groups, policy)
-    samples = []
-    for _, sample_id, call in calls:
-        zeros = (0.0,) * len(call.response_ids)
-        tokens = (call.prompt_ids, call.response_ids, call.logprobs, zeros, zeros)
-        samples.append(Sample(*tokens, 0, sample_id, call.sampling_mask, routes=call.routes))
+    samples = [Sample.of(call, sample_id=sample_id) for _, sample_id, call in calls]
     return samples, [x for *_, call in calls for x in call.entropies]
 
 

@@ -8,9 +8,8 @@ import json
 from dataclasses import replace
 
 from flowtrain.algorithms.advantages import are_equal, reward_of
-from flowtrain.records import Group, PolicyName
+from flowtrain.records import Group, PolicyName, Rollouts
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.records import Rollouts
 
 
 def joined(rollouts: Rollouts, others: Rollouts, num_asked: int) -> Rollouts:

@@ -76,7 +76,7 @@ class Train(Section):
 
     @property
     def row_budget(self) -> int:
-        """`token_budget` as `trainer/setup/token_budget.py` has made a number of it."""
+        """`token_budget` as `trainer/setup/placement.py` has made a number of it."""
         assert isinstance(self.token_budget, int), "nobody has resolved train.token_budget"
         return self.token_budget
 

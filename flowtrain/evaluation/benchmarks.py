@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from flowtrain.config import OWN, Config
 from flowtrain.config.options import to_toml
-from flowtrain.evaluation.metrics import load_benchmarks, short_metrics
-from flowtrain.evaluation.paper import PAPER
 from flowtrain.evaluation.rollout_log import Question, RolloutLog, ask
-from flowtrain.evaluation.summary import Key, as_json, summarise, table
+from flowtrain.evaluation.summary import PAPER, Key, as_json, short_metrics, summarise, table
 from flowtrain.inference.chat_engines import POLICY
 from flowtrain.logging import (
     ProgressLine,
@@ -32,6 +30,7 @@ from flowtrain.logging.fingerprints import check_same, pinned
 from flowtrain.logging.rollouts import count_rollouts
 from flowtrain.logging.run_dir import is_used
 from flowtrain.records import Task, Trajectory, UserError
+from flowtrain.rewards.scorers import check
 from flowtrain.tasks.benchmarks import AGENTFLOW, parse_benchmarks
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.waiting import waiting
@@ -67,6 +66,21 @@ class Request:
     def systems(self) -> list[tuple[str, int]]:
         """The planners with their budgets of turns, in order."""
         return [(planner, limit) for planner in self.planners for limit in self.max_turns]
+
+
+def load_benchmarks(config: Config) -> dict[str, tuple[Task, ...]]:
+    """Load the questions of `eval.benchmarks`, by name.
+
+    Raises UserError for what is unknown or missing, and for a scorer that does not exist or cannot
+    use a task's answers.
+    """
+    found = {}
+    for benchmark in parse_benchmarks(config.eval.benchmarks):
+        tasks = benchmark.load(config.tasks.benchmarks)
+        found[benchmark.name] = tuple(tasks[: config.eval.rows or benchmark.num_rows])
+        for task in found[benchmark.name]:
+            check(task)
+    return found
 
 
 class EvaluationLog(RolloutLog[Key]):
@@ -155,7 +169,7 @@ def evaluate_benchmarks(config: Config, request: Request) -> int:
                     log,
                     max_in_flight=config.rollout.max_in_flight,
                     progress=ProgressLine(total, log.num_done, enabled=True, unit="rollout"),
-                    judge=system.judge,
+                    scoring=(system.judge, None, None),
                 )
         _report(request, list(tasks), log, config.agent.tools)
     return 0

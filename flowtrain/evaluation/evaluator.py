@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import collect
-from flowtrain.config import Reward
-from flowtrain.evaluation.metrics import count_passes, short_metrics
+from flowtrain.evaluation.summary import count_passes, short_metrics
 from flowtrain.inference.protocol import Engine
 from flowtrain.logging.rollouts import RolloutStats, count_rollouts
 from flowtrain.logging.tally import Tally
 from flowtrain.records import Task, Trajectory
-from flowtrain.rewards import Judge, RewardFunctions, score
+from flowtrain.rewards import score
 from flowtrain.rollouts.contract import EvalSettings
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.trainer.distributed import World
@@ -27,7 +26,6 @@ from flowtrain.utils.waiting import waiting
 _log = logging.getLogger(__name__)
 _MOST_CUT = 0.1
 """Share of rollouts above which an evaluation warns."""
-_LOGGED = ("eval_reward", "eval_reward_error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +108,6 @@ class Evaluator:
 
     components: RunComponents
     engines: Mapping[str, Engine]
-    judge: Judge | None
-    samplers: World
-    """The ranks that sample."""
     benchmarks: Mapping[str, Sequence[Task]]
     """The questions of `eval.benchmarks`, by name."""
 
@@ -216,8 +211,8 @@ class Evaluator:
     @staticmethod
     def logged(compared: Mapping[str, Any]) -> dict[str, float]:
         """Return what the log gets of a comparison."""
-        own = {name: compared[name] for name in _LOGGED if name in compared}
-        return {**own, **compared.get("benchmarks", {}), **compared.get("versions", {})}
+        rewards = {name: compared[name] for name in ("eval_reward", "eval_reward_error")}
+        return {**rewards, **compared.get("benchmarks", {}), **compared.get("versions", {})}
 
     def _split(self, split: str, step: int, temperature: float | None = None) -> Part:
         config, tasks = self.components.config, self.components.tasks.held_out[split]
@@ -241,17 +236,7 @@ class Evaluator:
         components, settings = self.components, part.settings
         made = components.make_agent(self.engines, settings.max_turns, settings.temperature)
         with closing(made) as agent:
-            return roll_out(
-                agent,
-                part.tasks,
-                part.seed,
-                self.samplers,
-                components.config.rollout.max_in_flight,
-                judge=self.judge,
-                scoring=scoring_of(components, settings),
-                trials=settings.trials,
-                name=part.name,
-            )
+            return roll_out(components, agent, part.tasks, part.seed, part.name, settings)
 
     def _warn_of_limits(self, name: str, stats: RolloutStats) -> None:
         """Warn where many rollouts of a split ran out of time, or of positions."""
@@ -279,33 +264,20 @@ def held_out_name(split: str, temperature: float | None = None) -> str:
     return f"held-out {split}" if temperature is None else f"held-out {split}, greedy"
 
 
-def scoring_of(
-    components: RunComponents, settings: EvalSettings
-) -> tuple[RewardFunctions | None, Reward | None]:
-    """Return the reward functions and the bounds of rewards of an evaluation; benchmarks have rules
-    instead.
-    """
-    if settings.is_benchmark:
-        return None, None
-    return components.reward_functions, components.config.reward
-
-
 def roll_out(
+    components: RunComponents,
     agent: Agent,
     tasks: Sequence[Task],
     seed: int,
-    samplers: World,
-    max_in_flight: int,
-    *,
-    judge: Judge | None = None,
-    scoring: tuple[RewardFunctions | None, Reward | None] = (None, None),
-    trials: int = 1,
-    name: str = "evaluation",
+    name: str,
+    settings: EvalSettings | None = None,
 ) -> tuple[Trajectory, ...]:
-    """Roll out each task of this rank `trials` times and score the rollouts.
+    """Roll out each task of this rank, once or as often as the `settings` of an evaluation say, and
+    score the rollouts.
 
     Who waits for long is told how many of `name` are done.
     """
+    samplers, trials = components.placement.samplers, settings.trials if settings else 1
     num_mine = len(range(max(samplers.rank, 0), len(tasks), samplers.size)) * trials
     with waiting(f"rollouts of {name}", samplers.rank == 0, total=num_mine) as tick:
         groups = collect(
@@ -313,10 +285,11 @@ def roll_out(
             tasks,
             group_size=trials,
             seed=seed,
-            max_in_flight=max_in_flight,
+            max_in_flight=components.config.rollout.max_in_flight,
             rank=samplers.rank,
             num_ranks=samplers.size,
             on_done=tick,
         )
-        scored = score(groups, judge, *scoring)
+        is_benchmark = settings is not None and settings.is_benchmark
+        scored = score(groups, *components.scoring(is_benchmark))
     return tuple(trajectory for group in scored for trajectory in group.trajectories)

@@ -165,9 +165,8 @@ class PoolEvaluations:
         Requests under way end with the source's client.
         """
         self._has_ended.set()
-        self._asking.shutdown(wait=False, cancel_futures=True)
-        self._watching.shutdown(wait=False, cancel_futures=True)
-        self._fetching.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._asking, self._watching, self._fetching):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _take(self) -> Iterator[tuple[int, Found]]:
         asked = self._pending[0]

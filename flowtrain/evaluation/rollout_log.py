@@ -11,17 +11,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from flowtrain.agents.base import Agent
 from flowtrain.agents.collect import roll_out
-from flowtrain.config import Reward
 from flowtrain.inference.chat import Usage, metered
 from flowtrain.logging import ProgressLine
 from flowtrain.logging.jsonl import append_lines, cut_lines, read_lines
 from flowtrain.records import Task, Trajectory
-from flowtrain.rewards import Judge, RewardFunctions, score_one
+from flowtrain.rewards import score_one
 from flowtrain.utils.event_loop import run_to_end
+
+if TYPE_CHECKING:
+    from flowtrain.trainer.setup.components import Scoring
 
 FILE = "trajectories.jsonl"
 Key = TypeVar("Key", bound=Hashable)
@@ -150,9 +152,7 @@ def ask(
     *,
     max_in_flight: int,
     progress: ProgressLine,
-    judge: Judge | None = None,
-    functions: RewardFunctions | None = None,
-    bounds: Reward | None = None,
+    scoring: Scoring = (None, None, None),
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
     """Roll out and score the questions; an interrupt leaves every rollout that has ended in the
@@ -170,7 +170,7 @@ def ask(
             with metered() as usage:
                 trajectory = await roll_out(question.agent, question.task, question.seed)
                 if not trajectory.error:
-                    trajectory = await score_one(trajectory, judge, functions, bounds)
+                    trajectory = await score_one(trajectory, *scoring)
         # In a thread, because it waits for the disk.
         writing = asyncio.ensure_future(asyncio.to_thread(log.append, question, trajectory, usage))
         try:

@@ -1,5 +1,5 @@
-"""The numbers of an evaluation, from its records: accuracy with its spread and interval, EM and F1
-of short answers, and what the rollouts were like.
+"""The numbers of an evaluation: accuracy with its spread and interval, EM and F1 of short answers,
+pass@k, and what the rollouts were like; and those that AgentFlow's authors report, to set beside.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from typing import Any, NamedTuple
 from flowtrain.evaluation.rollout_log import Entry
 from flowtrain.logging.rollouts import RolloutStats, count_rollouts
 from flowtrain.logging.tally import Tally
+from flowtrain.records import Trajectory
+from flowtrain.rewards.scorers import MAX_CHARS
+from flowtrain.rewards.squad import published_metrics
+from flowtrain.tasks.benchmarks import AGENTFLOW
 
 CONFIDENCE = 0.95
 _SHORT = ("em", "f1")
@@ -21,6 +25,19 @@ _HEADING = (
     *("planner", "budget", "benchmark", "questions", "mean %", "spread", "95% interval"),
     *("failed", "EM", "F1", "turns"),
 )
+
+
+_PERCENT = {
+    "paper: 7B frozen": (58.4, 60.0, 51.3, 19.2, 17.2, 16.7, 47.4, 31.0, 37.0, 76.0),
+    "paper: 7B Flow-GRPO": (69.6, 77.2, 57.0, 25.3, 33.1, 40.0, 61.5, 53.0, 47.0, 80.0),
+}
+
+PAPER = {
+    label: dict(zip(AGENTFLOW, (value / 100 for value in row), strict=True))
+    for label, row in _PERCENT.items()
+}
+"""Label -> benchmark -> accuracy that AgentFlow's authors report (arXiv 2510.05592, tables 1 to 3;
+means of 3 trials): the planner is Qwen2.5-7B-Instruct, as it comes and trained."""
 
 
 class Key(NamedTuple):
@@ -235,3 +252,36 @@ def _mean(mean: Mean | None) -> str:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
+
+
+def pass_at_k(num: int, num_right: int, k: int) -> float:
+    """Estimate pass@k from `num` answers to a question, of which `num_right` are right, without
+    bias: 1 - C(num - num_right, k) / C(num, k), the share of all sets of k answers with a right one
+    (Chen et al. 2021, arXiv 2107.03374, equation 1).
+    """
+    assert 0 <= num_right <= num and 1 <= k <= num, (num, num_right, k)
+    return 1.0 - math.comb(num - num_right, k) / math.comb(num, k)
+
+
+def count_passes(tally: Tally, trajectories: Sequence[Trajectory], trials: int) -> None:
+    """Add "pass_at_2", "pass_at_4", ... and that of all trials, as means over questions; nothing
+    for a single trial.
+
+    An answer is right with the reward 1. A question counts where at least k of its rollouts did not
+    fail.
+    """
+    rewards: defaultdict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        if trajectory.reward is not None:
+            rewards[trajectory.task.id].append(trajectory.reward)
+    powers = [2**n for n in range(1, trials.bit_length())]
+    for k in sorted({*powers, trials} - {1}):
+        for own in rewards.values():
+            if len(own) >= k:
+                num_right = sum(reward >= 1 for reward in own)
+                tally.mean(f"pass_at_{k}", pass_at_k(len(own), num_right, k), 1)
+
+
+def short_metrics(trajectory: Trajectory) -> dict[str, float]:
+    """Compute EM and F1 of a short answer; {} for other answers."""
+    return published_metrics(trajectory.task, trajectory.answer[-MAX_CHARS:])

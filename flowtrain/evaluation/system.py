@@ -12,13 +12,13 @@ from flowtrain.agents.agentflow.build import make_flow
 from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.agents.base import Agent
 from flowtrain.config import Config
-from flowtrain.inference.chat_engines import POLICY, make_chat_engines
+from flowtrain.inference.chat_engines import POLICY
 from flowtrain.rewards import Judge
 from flowtrain.tasks.sets import task_set
-from flowtrain.tools.registry import make_tools
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.setup.components import RunComponents, make_judge
+from flowtrain.trainer.setup.components import RunComponents, make_judge, start_tools
 from flowtrain.trainer.setup.learner import publish_start
+from flowtrain.trainer.setup.placement import Placement
 from flowtrain.weights import WeightStore
 
 
@@ -54,7 +54,7 @@ def open_system(
         if planner == POLICY:
             shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
             cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)
-            components = RunComponents.prepare(config, world)
+            components = RunComponents.prepare(config, Placement.sampling(world))
             cleanup.callback(components.close)
             yield _with_policy(components, max_turns, scratch, cleanup)
         else:
@@ -76,7 +76,7 @@ def _with_policy(
     tokenizer = components.policies[components.config.first_policy].tokenizer
     return System(
         agents,
-        components.make_judge(),
+        components.judge,
         weights=store.manifest(0).root,
         tokenizer_json=tokenizer.backend_tokenizer.to_str(),
     )
@@ -86,11 +86,8 @@ def _without_policy(
     config: Config, max_turns: Sequence[int], planner: str, world: World, cleanup: ExitStack
 ) -> System:
     """Build a system around a frozen planner; only the models in `[engines]` are loaded."""
-    chats = make_chat_engines(config, None, world.device, {"planner": planner})
-    cleanup.callback(chats.close)
-    tools = make_tools(config, task_set(config), chats.roles.get("tools"), chats.roles)
-    for tool in tools.values():
-        cleanup.callback(tool.close)
+    planners = {"planner": planner}
+    chats, tools = start_tools(config, task_set(config), None, world.device, planners, cleanup)
     frozen = ChatVoice(chats.roles["planner"], config.rollout.request_timeout_s)
     agents = {limit: make_flow(config, frozen, tools, limit, chats.roles) for limit in max_turns}
     return System(agents, make_judge(config, chats))

@@ -42,7 +42,7 @@ from flowtrain.trainer.model.lora import (
     is_adapter,
 )
 from flowtrain.weights import Source, WeightStore
-from flowtrain.weights.format.adapters import AdapterSpec
+from flowtrain.weights.format.manifest import AdapterSpec
 from flowtrain.weights.format.tensor_shards import spec_of
 
 _GENERATION = "generation_config.json"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from flowtrain.records import Completion, Sample, Sampling
+from flowtrain.records import Call, Sample, Sampling
 
 
 class EngineError(RuntimeError):
@@ -36,8 +36,8 @@ class Engine(Scorer, Protocol):
     def max_tokens(self) -> int:
         """Longest prompt and response together."""
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample one completion and answer by `sampling.deadline_s`, even with part of it."""
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Call:
+        """Sample one response and answer by `sampling.deadline_s`, even with part of it."""
 
     def load(self, version: int) -> None:
         """Bring the weights to a version of the store."""
@@ -61,7 +61,7 @@ class NoEngine:
     max_tokens: int
     version: int = 0
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Call:
         raise AssertionError("a rank that only trains gets no task")
 
     async def score(

@@ -1,5 +1,5 @@
-"""Rules about requests that all engines share: which ones fit, where a response ends, and what its
-completion holds.
+"""Rules about requests that all engines share: which ones fit, where a response ends, and what is
+told of it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from flowtrain.inference.token_chat import message_end
 from flowtrain.records import (
-    Completion,
+    Call,
     FinishReason,
+    Routes,
     Sampling,
     SamplingMask,
     UserError,
@@ -115,15 +116,17 @@ def kept_sets(flat: FlatLogprobs) -> list[list[int]]:
     return kept
 
 
-def completion(
+def answer(
+    prompt_ids: Sequence[int],
     ids: Sequence[int],
     logprobs: Sequence[float],
     labels: Sequence[tuple[int, int]],
     reason: FinishReason,
     kept: Sequence[Sequence[int]] | None = None,
     entropies: Sequence[float] = (),
-) -> Completion:
-    """Build the record of a response.
+    routes: Routes | None = None,
+) -> Call:
+    """Build the record of a prompt and its response `ids`.
 
     Args:
         labels: (version, first token) of each span, in order.
@@ -137,11 +140,13 @@ def completion(
         for (version, start), end in zip(labels, ends, strict=True)
     ]
     filled = tuple(span for span in spans if span.start < span.end)
-    return Completion(
+    return Call(
+        tuple(prompt_ids),
         tuple(ids),
         tuple(logprobs),
         spans=filled or (VersionSpan(0, 0, labels[-1][0]),),
         finish_reason=reason,
         sampling_mask=None if kept is None else SamplingMask.of(kept),
         entropies=tuple(entropies),
+        routes=routes,
     )

@@ -177,8 +177,8 @@ class TokenChat:
         sampling = Sampling(
             min(options.max_tokens, room), options.temperature, seed=seed, deadline_s=deadline_s
         )
-        completion = await engine.generate(prompt_ids, sampling)
-        self.meter.count(len(prompt_ids), len(completion.ids))
-        if completion.finish_reason is FinishReason.DEADLINE:
+        call = await engine.generate(prompt_ids, sampling)
+        self.meter.count(len(prompt_ids), len(call.response_ids))
+        if call.finish_reason is FinishReason.DEADLINE:
             raise EngineError(f"{self._label}: no whole reply within {deadline_s:g} s")
-        return self._tokenizer.decode(completion.ids, skip_special_tokens=True)
+        return self._tokenizer.decode(call.response_ids, skip_special_tokens=True)

@@ -15,7 +15,7 @@ import itertools
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from flowtrain.inference.requests import check_request, completion, hits_stop_string, stop_ids
+from flowtrain.inference.requests import answer, check_request, hits_stop_string, stop_ids
 from flowtrain.inference.row_states import RowStates
 from flowtrain.inference.shared_cache import NAME, SharedCache
-from flowtrain.records import Completion, FinishReason, Routes, Sample, Sampling
+from flowtrain.records import Call, FinishReason, Routes, Sample, Sampling
 from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.loss import score_row
 from flowtrain.trainer.model import delta_net, experts
 from flowtrain.trainer.model.loading import weights_in_one_dtype
 from flowtrain.trainer.model.lora import adapter_weights
 from flowtrain.trainer.packing import in_order, pack_rows
-from flowtrain.trainer.row_loss import score_row
 from flowtrain.weights import Loaded, Source, WeightReader
 
 _SCORED_TOKENS = 4096
@@ -47,7 +47,7 @@ class _Request:
     sampling: Sampling
     deadline: float
     """The time by which the request must be answered, of time.monotonic()."""
-    answer: asyncio.Future[Completion]
+    answer: asyncio.Future[Call]
     version: int
     """Version of the weights that sample it."""
     ids: list[int] = field(default_factory=list)
@@ -80,7 +80,7 @@ class TorchEngine:
             store: gives later weights; None: the model's weights never change.
             version: of the weights that the model has now.
             verify_every: see `WeightReader`.
-            records_entropies: fill `Completion.entropies`.
+            records_entropies: fill `Call.entropies`.
         """
         self._model = model.eval()
         experts.equip(model)
@@ -134,7 +134,7 @@ class TorchEngine:
     def close(self) -> None:
         self._thread.shutdown(wait=False)
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Call:
         """Raises UserError for a request that `check_request` refuses."""
         check_request(prompt_ids, sampling, self.max_tokens)
         loop = asyncio.get_running_loop()
@@ -185,7 +185,7 @@ class TorchEngine:
         if request in self._waiting:
             self._waiting.remove(request)
             request.finish_reason = FinishReason.DEADLINE
-            request.answer.set_result(self._completion(request))
+            request.answer.set_result(self._answer(request))
 
     async def _run_batches(self) -> None:
         """Sample batch after batch until no request waits; one task at a time does this."""
@@ -208,7 +208,7 @@ class TorchEngine:
                 return
             for request in batch:
                 if not request.answer.done():  # a cancelled rollout no longer listens
-                    request.answer.set_result(self._completion(request))
+                    request.answer.set_result(self._answer(request))
 
     @torch.inference_mode()
     def _sample(self, requests: list[_Request]) -> None:
@@ -277,21 +277,23 @@ class TorchEngine:
             for request, place in zip(requests, places, strict=True):
                 request.routes += routes_NLC[place].numpy().tobytes()
 
-    def _completion(self, request: _Request) -> Completion:
+    def _answer(self, request: _Request) -> Call:
         assert request.finish_reason is not None
-        found = completion(
+        routes = None
+        if request.routes:
+            form = self._routers[0].form
+            sizes = len(self._routers), form.num_chosen, form.is_wide
+            routes = Routes(bytes(request.routes), *sizes)
+        return answer(
+            request.prompt_ids,
             request.ids,
             request.logprobs,
             labels=[(request.version, 0)],
             reason=request.finish_reason,
             kept=request.kept if request.sampling.is_truncated else None,
             entropies=request.entropies,
+            routes=routes,
         )
-        if not request.routes:
-            return found
-        form = self._routers[0].form
-        sizes = len(self._routers), form.num_chosen, form.is_wide
-        return replace(found, routes=Routes(bytes(request.routes), *sizes))
 
     def _append(self, requests: list[_Request], ids: list[int], logprobs: list[float]) -> None:
         now = time.monotonic()

@@ -18,10 +18,9 @@ from flowtrain.records.rollout import (
     Turn,
     Verdict,
 )
-from flowtrain.records.sample import FilterReason, Sample, SampleId, TrainBatch
+from flowtrain.records.sample import FilterReason, Rollouts, Sample, SampleId, Scored, TrainBatch
 from flowtrain.records.sampling import (
     Call,
-    Completion,
     FinishReason,
     Routes,
     Sampling,
@@ -37,18 +36,19 @@ __all__ = [
     "BranchPoint",
     "BranchStart",
     "Call",
-    "Completion",
     "FilterReason",
     "FinishReason",
     "Group",
     "Outage",
     "PlanStep",
     "PolicyName",
+    "Rollouts",
     "Routes",
     "Sample",
     "SampleId",
     "Sampling",
     "SamplingMask",
+    "Scored",
     "SubGoal",
     "Task",
     "TokenAccount",

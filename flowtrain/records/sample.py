@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from flowtrain.records.sampling import Routes, SamplingMask, VersionSpan
+from flowtrain.records.rollout import Group
+from flowtrain.records.sampling import Call, Routes, SamplingMask, VersionSpan
 
 
 class SampleId(NamedTuple):
@@ -52,6 +53,52 @@ class Sample:
     """The sampler's; None for a dense model, and where nobody recorded them."""
     spans: tuple[VersionSpan, ...] = ()
     """The versions of the weights that sampled the response; () where nobody says so."""
+
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        advantage: float | Sequence[float] = 1.0,
+        weight: float = 1.0,
+        minibatch: int = 0,
+        sample_id: SampleId | None = None,
+        divisor: float | None = None,
+    ) -> Sample:
+        """Return the sample of a call. An advantage is one of all tokens, or one per token; the
+        weight is each token's.
+        """
+        num_tokens = len(call.response_ids)
+        if isinstance(advantage, int | float):
+            advantage = (advantage,) * num_tokens
+        assert len(advantage) == num_tokens, f"{len(advantage)} advantages, {num_tokens} tokens"
+        return cls(
+            call.prompt_ids,
+            call.response_ids,
+            call.logprobs,
+            tuple(advantage),
+            (weight,) * num_tokens,
+            minibatch,
+            sample_id,
+            call.sampling_mask,
+            divisor=divisor,
+            routes=call.routes,
+            spans=call.spans,
+        )
+
+
+Scored = tuple[tuple[float, ...], tuple[float, ...]]
+"""Log-probs of a sample under the policy and under the reference, as `Sample` has them; () where
+they are not known."""
+
+
+class Rollouts(NamedTuple):
+    """This rank's scored rollouts of a step."""
+
+    groups: Sequence[Group]
+    logprobs: Mapping[SampleId, Scored]
+    """Log-probs of turns that the search for branch points has already computed."""
+    metrics: Mapping[str, float]
+    """About where they came from, for the log."""
 
 
 class FilterReason(enum.StrEnum):

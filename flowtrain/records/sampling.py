@@ -1,4 +1,4 @@
-"""Records of sampling: the request of one completion, its tokens, and the call that it became."""
+"""Records of sampling: the request of one response, and the call with its tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ else:
 
 
 class FinishReason(enum.StrEnum):
-    """Why a completion ended."""
+    """Why a response ended."""
 
     STOP = "stop"
     """An end-of-sequence token or a stop string."""
@@ -28,7 +28,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample one completion."""
+    """How to sample one response."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -113,59 +113,27 @@ class Routes:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """The answer of an engine to one prompt."""
-
-    ids: tuple[int, ...]
-    """Sampled ids, end-of-sequence included; () only when the deadline struck first."""
-    logprobs: tuple[float, ...]
-    """One per id, at the sampler's temperature and within the sampling mask."""
-    spans: tuple[VersionSpan, ...]
-    """Which weights sampled which ids; they cover [0, len(ids))."""
-    finish_reason: FinishReason
-    sampling_mask: SamplingMask | None = None
-    """The ids that each id was sampled from, itself included; None: all ids."""
-    entropies: tuple[float, ...] = ()
-    """One per id, in nats, over all tokens; () where the engine does not tell."""
-    routes: Routes | None = None
-    """Of the prompt and the ids but the last; None for a dense model, where there are no ids, and
-    where the engine does not tell."""
-
-
-@dataclass(frozen=True, slots=True)
 class Call:
-    """Tokens that one module read and sampled in one turn."""
+    """Tokens that one module read and sampled in one turn: the answer of an engine to a prompt."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
-    """Sampled and trained; () for a module that is no policy, and where no token came in time."""
+    """Sampled and trained, end-of-sequence included; () for a module that is no policy, and where
+    no token came in time."""
     logprobs: tuple[float, ...]
-    """The sampler's, one per response token."""
+    """The sampler's, one per response token, at its temperature and within the sampling mask."""
     spans: tuple[VersionSpan, ...]
-    """The versions of this policy that sampled the response."""
+    """Which weights of this policy sampled which tokens; they cover the response."""
     finish_reason: FinishReason
     text: str = ""
-    """The response decoded for people; training never reads it."""
+    """The response decoded for people, which engines leave out; training never reads it."""
     sampling_mask: SamplingMask | None = None
-    """The engine's, as for `Completion`."""
+    """The ids that each id was sampled from, itself included; None: all ids."""
     entropies: tuple[float, ...] = ()
-    """The engine's; a branch has none of the turn that it leaves."""
+    """One per response token, in nats, over all tokens; () where the engine does not tell, and a
+    branch has none of the turn that it leaves."""
     prompt_text: str = ""
     """The prompt of a module without tokens of its own, whose ids are empty; "" otherwise."""
     routes: Routes | None = None
-    """The engine's, as for `Completion`."""
-
-    @classmethod
-    def of(cls, prompt_ids: tuple[int, ...], completion: Completion, text: str) -> Call:
-        """The call of an engine with its completion."""
-        return cls(
-            prompt_ids,
-            completion.ids,
-            completion.logprobs,
-            completion.spans,
-            completion.finish_reason,
-            text,
-            completion.sampling_mask,
-            completion.entropies,
-            routes=completion.routes,
-        )
+    """Of prompt and response but the last token; None for a dense model, where there is no
+    response, and where the engine does not tell."""

@@ -29,18 +29,15 @@ from flowtrain.config import Config
 from flowtrain.config.options import to_toml
 from flowtrain.logging import RunDir
 from flowtrain.logging.jsonl import append_lines, cut_lines, read_lines
-from flowtrain.records import Group, SampleId, TrainBatch, UserError
+from flowtrain.records import Group, Rollouts, SampleId, Scored, TrainBatch, UserError
 from flowtrain.replay.batch_digests import digests_of
 from flowtrain.rollouts.codec import pack, unpack
 from flowtrain.rollouts.contract import Refused
-from flowtrain.trainer.records import Rollouts
 from flowtrain.trainer.setup.placement import Placement
-from flowtrain.trainer.token_scores import Scored
 from flowtrain.utils.files import make_folder, remove, replace_file, writing
 from flowtrain.weights import WeightStore
-from flowtrain.weights.format.layout import digest_hex
-from flowtrain.weights.format.manifest import Manifest
-from flowtrain.weights.ranks import together
+from flowtrain.weights.format.manifest import Manifest, digest_hex
+from flowtrain.weights.ranks import on_all_ranks
 
 _LEVEL = 1
 
@@ -66,7 +63,7 @@ class ReplayLog:
             if placement.world.is_main:
                 self._begin(config, start_step)
 
-        together(placement.world, begin, other_failed=UserError)
+        on_all_ranks(placement.world, begin, other_failed=UserError)
 
     def keep(self, step: int, rollouts: Rollouts, batch: TrainBatch) -> dict[str, float]:
         """Write a step down once its version is published; collective.
@@ -76,7 +73,9 @@ class ReplayLog:
         if not self._is_on:
             return {}
         started, world = time.monotonic(), self._placement.world
-        files = together(world, lambda: self._write(step, rollouts, batch), other_failed=UserError)
+        files = on_all_ranks(
+            world, lambda: self._write(step, rollouts, batch), other_failed=UserError
+        )
         texts = world.gather_text(json.dumps(files))
         every = {name: file for text in texts for name, file in json.loads(text).items()}
 
@@ -84,7 +83,7 @@ class ReplayLog:
             if world.is_main:
                 self._append(step, {"files": every})
 
-        together(world, append, other_failed=UserError)
+        on_all_ranks(world, append, other_failed=UserError)
         num_bytes = sum(file["num_bytes"] for file in every.values())
         return {"replay_log_s": time.monotonic() - started, "replay_log_bytes": num_bytes}
 

@@ -13,7 +13,7 @@ from typing import Any
 from flowtrain.config import Config
 from flowtrain.config.options import parse_over
 from flowtrain.logging.jsonl import read_lines
-from flowtrain.records import Group, UserError
+from flowtrain.records import Group, Rollouts, UserError
 from flowtrain.replay import log_path
 from flowtrain.replay.batch_digests import Digests
 from flowtrain.replay.log import (
@@ -25,7 +25,6 @@ from flowtrain.replay.log import (
     step_folder,
 )
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.records import Rollouts
 
 _APART = ("log", "eval", "checkpoint", "weights", "dataflow")
 """Sections that do not decide what is trained from given rollouts."""

@@ -12,20 +12,20 @@ from typing import Any
 
 import torch
 
-from flowtrain.records import SampleId, UserError
+from flowtrain.config import Config
+from flowtrain.records import SampleId, TrainBatch, UserError
 from flowtrain.replay.batch_digests import difference, left_out, missing
 from flowtrain.replay.recorded import Recorded
 from flowtrain.replay.weights import Difference, compare, differing, recorded_weights, unknown
 from flowtrain.trainer import checkpoint
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.model.loading import whole
-from flowtrain.trainer.records import Prepared
 from flowtrain.trainer.setup.components import LearnerComponents
-from flowtrain.trainer.setup.learner import Learner
+from flowtrain.trainer.setup.learner import Follower, Learner, make_learner
 from flowtrain.trainer.setup.placement import Placement
 from flowtrain.weights import WeightStore
-from flowtrain.weights.format.layout import digest_hex
-from flowtrain.weights.publish.digests import digests_of
+from flowtrain.weights.format.manifest import digest_hex
+from flowtrain.weights.format.tensor_shards import digests_of
 
 Say = Callable[[str], None]
 
@@ -64,7 +64,7 @@ class Session:
     """A replay that is under way. Methods are collective."""
 
     recorded: Recorded
-    learner: Learner
+    learner: Follower
     outcome: Outcome
     tolerance: float | None
     is_exact: bool
@@ -73,7 +73,7 @@ class Session:
 
     @property
     def world(self) -> World:
-        return self.learner.placement.world
+        return self.learner.components.placement.world
 
     def run(self) -> None:
         """Make the steps again, until one differs."""
@@ -112,10 +112,10 @@ class Session:
         """Make a step again; False where it differs."""
         started = time.monotonic()
         learner = self.learner
-        prepared = learner.pack(learner.advantages(self.recorded.rollouts(step, self.world)))
-        if text := self._batch_difference(step, prepared):
+        batch = learner.advantages(self.recorded.rollouts(step, self.world))
+        if text := self._batch_difference(step, batch):
             return self._differs(f"step {step}: the batch differs: {text}")
-        rows = learner.balance(prepared.rows)
+        rows = learner.balance(learner.pack(batch))
         rows = learner.ref_logprobs(learner.old_logprobs(rows))
         learner.train(step, rows)
         prepared_at = time.monotonic()
@@ -127,13 +127,13 @@ class Session:
         self.say(f"step {step}: {seconds:.2f} s ({compared_s:.2f} s of it comparing); {count}")
         return True
 
-    def _batch_difference(self, step: int, prepared: Prepared) -> str:
+    def _batch_difference(self, step: int, batch: TrainBatch) -> str:
         """Name the first place where the batch is not that of the run, over all ranks."""
         recorded = self.recorded.batch(step)
         own = {
-            "found": difference(prepared.batch, recorded["samples"]),
-            "trained": [sample.sample_id for sample in prepared.batch.samples],
-            "left_out": left_out(prepared.batch),
+            "found": difference(batch, recorded["samples"]),
+            "trained": [sample.sample_id for sample in batch.samples],
+            "left_out": left_out(batch),
         }
         every = [json.loads(text) for text in self.world.gather_text(json.dumps(own))]
         trained = {SampleId(*each) for part in every for each in part["trained"]}
@@ -174,9 +174,9 @@ class Session:
     def _digests(self) -> dict[str, str]:
         """Compute the digests of the weights by tensor, on every rank."""
         learner, own = self.learner, {}
-        if learner.trainer is not None:
+        if isinstance(learner, Learner):
             dtype = getattr(torch, learner.config.model.dtype)
-            ranks, threads = learner.placement.trainers, torch.get_num_threads()
+            ranks, threads = learner.components.placement.trainers, torch.get_num_threads()
             found = digests_of(learner.weights, dtype, ranks, threads)
             own = {name: digest_hex(digest) for name, digest in found.items()}
         digests: dict[str, str] = json.loads(self.world.gather_text(json.dumps(own))[0])
@@ -186,7 +186,7 @@ class Session:
         """Look for the first word that differs, where the run still has the version."""
         learner, config = self.learner, self.learner.config
         ours = {}
-        if learner.trainer is not None:
+        if isinstance(learner, Learner):
             ours = whole(learner.weights)
         found = unknown(step, names)
         if self.world.is_main:
@@ -216,7 +216,7 @@ def replay(
     recorded = Recorded.read(run)
     steps = _steps(recorded, first, last)
     with _open(recorded, steps) as (learner, notes):
-        world = learner.placement.world
+        world = learner.components.placement.world
         outcome = Outcome(steps, notes=notes)
         is_exact = not notes
         for note in notes:
@@ -263,16 +263,16 @@ def _ranges(steps: Collection[int]) -> str:
 
 
 @contextmanager
-def _open(recorded: Recorded, steps: range) -> Iterator[tuple[Learner, list[str]]]:
+def _open(recorded: Recorded, steps: range) -> Iterator[tuple[Follower, list[str]]]:
     """Build the half of the run that learns, with the weights and moments before the first step."""
     config = recorded.config(recorded.life_of(steps.start))
     start = _start(recorded, steps.start)
     world = World.join(config.run.device, config.run.collective_timeout_s)
     try:
-        components = LearnerComponents.load(config, world)
-        placement, notes = _placement(recorded, components, steps)
+        placement, notes = _placement(recorded, config, world, steps)
+        components = LearnerComponents.load(config, placement)
         store = WeightStore(recorded.run / "weights")
-        learner = Learner.make(components, placement, store, recorded.run / "checkpoints")
+        learner = make_learner(components, store, recorded.run / "checkpoints")
         if start is not None:
             learner.resume(start)
         yield learner, notes
@@ -298,16 +298,14 @@ def _start(recorded: Recorded, first: int) -> Path | None:
 
 
 def _placement(
-    recorded: Recorded, components: LearnerComponents, steps: range
+    recorded: Recorded, config: Config, world: World, steps: range
 ) -> tuple[Placement, list[str]]:
     """Place the ranks as the run did where there are as many; say why bits cannot be expected."""
-    world, notes = components.world, []
+    notes = []
     lines = [recorded.steps[step] for step in steps if step in recorded.steps]
     before: dict[str, Any] = dict(recorded.lives[recorded.life_of(steps.start)])
     is_same = before["num_ranks"] == world.size
-    placement = (
-        Placement.of(components.config, world) if is_same else Placement(world, world, world)
-    )
+    placement = Placement.of(config, world) if is_same else Placement.colocated(world)
     if not all(_has_same_sums(line, world) for line in lines):
         numbers = " and ".join(map(str, sorted({line["num_ranks"] for line in lines})))
         notes.append(

@@ -23,12 +23,12 @@ from flowtrain.agents.gateway.wires import chat
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.inference.token_chat import ChatTokenizer, pass_to_template
-from flowtrain.records import Call, Completion, FinishReason, UserError
+from flowtrain.records import Call, FinishReason, UserError
 from flowtrain.rft.imitation import fit, listed, named, sample_of, trainable
 from flowtrain.tasks.rows import Row, read_rows
 from flowtrain.trainer.setup.components import LearnerComponents
 from flowtrain.utils.waiting import waiting
-from flowtrain.weights.ranks import together
+from flowtrain.weights.ranks import on_all_ranks
 
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 
@@ -44,7 +44,7 @@ def imitate_file(components: LearnerComponents, interrupt: Interrupt) -> int:
         replies.extend(read_replies(config, components.tokenizer, world.rank, world.size))
 
     with waiting("reading the conversations", world.is_main):
-        together(world, read, other_failed=UserError)
+        on_all_ranks(world, read, other_failed=UserError)
     samples = [sample_of(call, config.rft.prompt_weight) for call in replies]
     batch = trainable(components, samples)
     num_turns, *left_out = world.sum([len(batch.samples), *batch.num_filtered.values()])
@@ -152,8 +152,8 @@ def _replies(dialect: Dialect, asked: Asked, where: str) -> Iterator[Call]:
         if template.end_id in ids[:-1]:
             end = template.decode([template.end_id])
             raise UserError(f"{where}: messages.{place} holds {end!r}, which would end it")
-        completion = Completion(ids, (0.0,) * len(ids), (), FinishReason.STOP)
-        yield Call.of(conversation.prompt_ids, completion, text)
+        zeros = (0.0,) * len(ids)
+        yield Call(conversation.prompt_ids, ids, zeros, (), FinishReason.STOP, text)
         conversation = conversation.add_response(ids, messages[place], ended=True)
         num_known = place + 1
 

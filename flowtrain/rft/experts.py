@@ -68,13 +68,5 @@ def draw_tasks(tasks: TaskSet, config: Config) -> list[Task]:
 def demonstrate(components: RunComponents, agent: Agent) -> Sequence[Trajectory]:
     """Collect and score this rank's share of the rollouts of an expert that is no teacher."""
     config = components.config
-    return roll_out(
-        agent,
-        draw_tasks(components.tasks, config),
-        derive_seed(config.run.seed, "rft"),
-        components.world,
-        config.rollout.max_in_flight,
-        judge=components.make_judge(),
-        scoring=(components.reward_functions, components.config.reward),
-        name="the expert",
-    )
+    tasks, seed = draw_tasks(components.tasks, config), derive_seed(config.run.seed, "rft")
+    return roll_out(components, agent, tasks, seed, "the expert")

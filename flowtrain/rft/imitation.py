@@ -86,7 +86,6 @@ def _imitate(
     config, world, rft = components.config, components.world, components.config.rft
     trainer = make_trainer(
         components,
-        world,
         loss=LossSpec("nll"),
         # A policy imitates with the experts that it will sample with.
         optim=OptimSpec(

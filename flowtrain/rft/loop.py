@@ -29,25 +29,19 @@ from flowtrain.config import Config
 from flowtrain.config.command import INTERRUPTED, Interrupt
 from flowtrain.config.train import EXPERTS
 from flowtrain.evaluation.rollout_log import Question, ask, cost_text
-from flowtrain.inference.chat_engines import POLICY
+from flowtrain.inference.chat_engines import POLICY, TEACHER
 from flowtrain.logging import ProgressLine, RunDir, atomic_write_text
-from flowtrain.records import (
-    Sample,
-    TrainBatch,
-    Trajectory,
-    UserError,
-)
+from flowtrain.records import Sample, TrainBatch, Trajectory, UserError
 from flowtrain.rewards.shortcuts import REASONS, shortcut
 from flowtrain.rft.conversations import imitate_file
 from flowtrain.rft.demonstrations import DemonstrationLog, open_log
 from flowtrain.rft.experts import asked_policies, demonstrate, draw_tasks, make_expert
 from flowtrain.rft.imitation import fit, listed, named, sample_of, trainable
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.run.banner import rft_banner
+from flowtrain.trainer.run.run_logger import rft_banner
 from flowtrain.trainer.setup.components import LearnerComponents, RunComponents, lock_run_dir
 from flowtrain.trainer.setup.learner import publish_start
 from flowtrain.trainer.setup.placement import Placement
-from flowtrain.trainer.setup.token_budget import with_token_budget
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.text import printable
 from flowtrain.weights import WeightStore
@@ -62,7 +56,7 @@ def rft(config: Config) -> int:
         world = World.join(config.run.device, config.run.collective_timeout_s)
         cleanup.callback(world.leave)
         cleanup.enter_context(lock_run_dir(config, world))
-        placement = Placement(world, world, world)
+        placement = Placement.colocated(world)
         if config.rft.batch_size % world.size:
             raise UserError(
                 f"rft.batch_size={config.rft.batch_size} must be a multiple of the {world.size} "
@@ -70,22 +64,18 @@ def rft(config: Config) -> int:
             )
         if config.rft.conversations:
             interrupt = cleanup.enter_context(Interrupt())
-            components = LearnerComponents.load(config, world)
-            return imitate_file(with_token_budget(components, placement), interrupt)
+            return imitate_file(LearnerComponents.load(config, placement), interrupt)
         log = None if config.rft.expert in EXPERTS else open_log(config)
         missing = [] if log is None else log.missing(config.rft.num_rollouts, world.size)
         interrupt = cleanup.enter_context(Interrupt())
-        asked = asked_policies(config)
         components = RunComponents.prepare(
             config,
-            world,
+            placement,
+            asked=asked_policies(config),
+            others={TEACHER: config.rft.expert} if missing else {},
             fictional=config.rft.fictional,
-            scripted=not asked,
-            with_weights=not config.rft.collect_only or config.train.policy in asked,
-            teacher=config.rft.expert if missing else "",
         )
         cleanup.callback(components.close)
-        components = with_token_budget(components, placement)
         return _run(components, log, missing, interrupt, cleanup)
 
 
@@ -253,9 +243,7 @@ def _learn_from_teacher(
             max_in_flight=config.rollout.max_in_flight,
             progress=ProgressLine(len(tasks), num_done, True, unit="rollout"),
             is_over=lambda: interrupt.requested,
-            judge=components.make_judge(),
-            functions=components.reward_functions,
-            bounds=components.config.reward,
+            scoring=components.scoring(),
         )
         if failed := log.failures:
             text = f"{len(failed)} rollouts failed ({failed[0]}); --resume auto asks them again"

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
 from dataclasses import replace
 from threading import Event
 from typing import TYPE_CHECKING, TypeVar
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.logging.token_counts import versions
-from flowtrain.records import Group, Outage, TokenAccount, UserError, account_of
+from flowtrain.records import Group, Outage, Rollouts, TokenAccount, UserError, account_of
 from flowtrain.rollouts.codec import unpack_group
 from flowtrain.rollouts.contract import (
     AssignedGroup,
@@ -33,7 +32,6 @@ from flowtrain.rollouts.contract import (
 )
 from flowtrain.rollouts.heartbeat import Heartbeat
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.records import Rollouts
 from flowtrain.utils.net.serving import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
@@ -299,26 +297,6 @@ class BatchSource:
                 f"dataflow.max_staleness={self._options.max_staleness}"
             )
         return found
-
-
-def open_batch_source(
-    config: Config,
-    world: World,
-    policy: Register,
-    *,
-    trained_from: str,
-    interrupt: Interrupt,
-    note: Callable[[str], None],
-) -> BatchSource:
-    """Register a policy with the dataflow, as `BatchSource.register` does; nodes may pull its
-    weights from now on.
-    """
-    source = BatchSource(connect(config), config, world, interrupt, note)
-    with ExitStack() as cleanup:
-        cleanup.callback(source.close)
-        source.register(policy, trained_from)
-        cleanup.pop_all()
-    return source
 
 
 def connect(config: Config) -> Client:

@@ -11,17 +11,18 @@ the sum over all rows, no matter which rank trains them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 
-from flowtrain.records import SampleId
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.packing import PackedRow
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda tensor: save({"": tensor.contiguous()}))
+_DECODER = msgspec.msgpack.Decoder(dict[str, PackedRow], dec_hook=lambda _, data: load(data)[""])
 
 
 def balance(
@@ -46,8 +47,8 @@ def balance(
             for place, (giver, index) in enumerate(places):
                 if giver == world.rank:
                     sent[taker][f"{number}.{place}"] = minibatches[number][index]
-    received = _exchange([_encode(rows) for rows in sent], world)
-    mine = {key: row for data in received for key, row in _decode(data).items()}
+    received = _exchange([_ENCODER.encode(rows) for rows in sent], world)
+    mine = {key: row for data in received for key, row in _DECODER.decode(data).items()}
     return [
         [mine[f"{number}.{place}"] for place in range(len(plan[world.rank]))]
         for number, plan in enumerate(plans)
@@ -78,24 +79,3 @@ def _exchange(data: Sequence[bytes], world: World) -> list[bytes]:
     receiving = torch.empty(sum(ours), dtype=torch.uint8, device=world.device)
     dist.all_to_all_single(receiving, sending, ours, sizes[world.rank], group=world.group)
     return [part.numpy().tobytes() for part in receiving.cpu().split(ours)]
-
-
-def _encode(rows: Mapping[str, PackedRow]) -> bytes:
-    """Write tensors under "<key>/<field>": no entry for None, a tensor for a number or for ids."""
-    values = {
-        f"{key}/{f.name}": getattr(row, f.name) for key, row in rows.items() for f in fields(row)
-    }
-    # Copies, because safetensors refuses tensors that share memory.
-    return save(
-        {key: torch.as_tensor(value).clone() for key, value in values.items() if value is not None}
-    )
-
-
-def _decode(data: bytes) -> dict[str, PackedRow]:
-    found: dict[str, dict[str, Any]] = {}
-    for name, tensor in load(data).items():
-        key, field = name.split("/")
-        found.setdefault(key, {})[field] = tensor if tensor.dim() else int(tensor)
-    for values in found.values():
-        values["sample_ids"] = tuple(SampleId(*each) for each in values["sample_ids"].tolist())
-    return {key: PackedRow(**values) for key, values in found.items()}

@@ -18,8 +18,10 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,11 +42,10 @@ from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.model import lora
 from flowtrain.trainer.model.loading import ModelFiles
 from flowtrain.trainer.optimizers import Part, ShardOptimizer, part_of
-from flowtrain.utils.files import make_folder, put_folder, remove, share, sync_tree
-from flowtrain.weights.format.checksums import check, checksum_of, record
-from flowtrain.weights.format.files import writing_tensors
-from flowtrain.weights.format.manifest import File, StoreError
-from flowtrain.weights.ranks import gather, together
+from flowtrain.utils.files import make_folder, put_folder, remove, sync_tree
+from flowtrain.weights.format.files import seal, writing_tensors
+from flowtrain.weights.format.manifest import File, StoreError, check, checksum_of
+from flowtrain.weights.ranks import gather, on_all_ranks
 
 _log = logging.getLogger(__name__)
 # It is meant so: a lone rank writes alone, and every rank reads its rows by itself.
@@ -62,7 +63,7 @@ class Checkpoints:
         """Collective. `keep`: how many of the newest stay on the disk."""
         self.root, self._keep = root, keep
         # The threads talk to each other while the run does, so not in its group.
-        self._world = world.apart()
+        self._world = world.with_own_control_group()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._written: Future[None] | None = None
 
@@ -152,20 +153,22 @@ class Checkpoints:
 
         def end() -> None:
             if world.is_main:
-                _seal(scratch, {"step": step, **state}, [each for own in every for each in own])
+                _seal(scratch, {"step": step, **state}, chain.from_iterable(records_by_rank))
                 put_folder(scratch, target)
                 others = sorted(self.root.glob("step_????????"))[: -self._keep]
                 for old in [*others, *self.root.glob(f"*{_SCRATCH}")]:
                     remove(old)
 
         try:
-            own = together(world, begin, other_failed=OSError)
-            own += together(world, lambda: files.write(scratch / "model"), other_failed=OSError)
+            paths = on_all_ranks(world, begin, other_failed=OSError)
+            paths += on_all_ranks(
+                world, lambda: files.write(scratch / "model"), other_failed=OSError
+            )
             _save(tensors, scratch / "state", world)
-            own += sorted((scratch / "state").glob(f"shard-{world.rank + 1:05d}-*"))
-            records = together(world, lambda: _records(scratch, own), other_failed=OSError)
-            every: list[list[list[Any]]] = gather(world, records)
-            together(world, end, other_failed=OSError)
+            paths += sorted((scratch / "state").glob(f"shard-{world.rank + 1:05d}-*"))
+            records = on_all_ranks(world, lambda: _records(scratch, paths), other_failed=OSError)
+            records_by_rank: list[list[Any]] = gather(world, records)
+            on_all_ranks(world, end, other_failed=OSError)
         except BaseException:
             # Why it could not be written matters more than why its rest could not be deleted.
             if world.is_main:
@@ -242,22 +245,15 @@ def _sizes(tensors: Mapping[str, Tensor]) -> list[tuple[str, int]]:
     return [(name, tensor.numel() * tensor.itemsize) for name, tensor in tensors.items()]
 
 
-def _records(folder: Path, own: Sequence[Path]) -> list[list[Any]]:
-    """Record the files that this rank has written, each as name, bytes and checksum."""
-    records = []
-    for path in own:
-        share(path)
-        file = record(path)
-        records.append([str(path.relative_to(folder)), file.num_bytes, file.xxh3])
-    return records
+def _records(folder: Path, paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Seal the files that this rank has written, and record them."""
+    return [asdict(seal(path)) | {"name": str(path.relative_to(folder))} for path in paths]
 
 
-def _seal(folder: Path, state: Mapping[str, Any], files: list[list[Any]]) -> None:
+def _seal(folder: Path, state: Mapping[str, Any], records: Iterable[dict[str, Any]]) -> None:
     """Write state.json, with the checksums of all other files, and flush everything."""
-    whole = {
-        **state,
-        "files": {name: {"num_bytes": size, "xxh3": xxh3} for name, size, xxh3 in sorted(files)},
-    }
+    files = {record.pop("name"): record for record in records}
+    whole = {**state, "files": dict(sorted(files.items()))}
     text = json.dumps({**whole, "xxh3": _checksum_of(whole)}, indent=1)
     (folder / "state" / "state.json").write_text(text)
     sync_tree(folder)
@@ -298,24 +294,24 @@ def settle(root: Path) -> Path | None:
 
     Raises UserError when there are checkpoints, but none is whole: the run would begin again.
     """
-    found = latest(root)
+    chosen = latest(root)
     damaged = [path for path in _newest_first(root) if path.suffix != _SCRATCH]
-    if found is None:
+    if chosen is None:
         if damaged:
             raise UserError(
                 f"no checkpoint in {root} is whole; bring one back, or delete that folder to begin "
                 "again"
             )
         return None
-    if found.suffix == _SCRATCH:
-        scratch, found = found, found.with_suffix("")
-        put_folder(scratch, found)
+    if chosen.suffix == _SCRATCH:
+        scratch, chosen = chosen, chosen.with_suffix("")
+        put_folder(scratch, chosen)
     for path in damaged:
-        if path > found:
+        if path > chosen:
             aside = path.with_suffix(".damaged")
             remove(aside)
             path.rename(aside)
-    return found
+    return chosen
 
 
 def _newest_first(root: Path) -> list[Path]:
@@ -337,8 +333,7 @@ def verify(path: Path) -> None:
 
 
 def _files(path: Path) -> list[File]:
-    files = _read_state(path)["files"].items()
-    return [File(name, file["num_bytes"], file["xxh3"]) for name, file in files]
+    return [File(name, **record) for name, record in _read_state(path)["files"].items()]
 
 
 def _read_state(path: Path) -> dict[str, Any]:
@@ -372,8 +367,8 @@ def restore(path: Path, model: PreTrainedModel, optimizer: ShardOptimizer, world
 
 
 def _saved_sizes(path: Path) -> dict[str, torch.Size]:
-    found = HuggingFaceStorageReader(str(path / "state")).read_metadata().state_dict_metadata
-    return {name: each.size for name, each in found.items() if hasattr(each, "size")}
+    entries = HuggingFaceStorageReader(str(path / "state")).read_metadata().state_dict_metadata
+    return {name: entry.size for name, entry in entries.items() if hasattr(entry, "size")}
 
 
 def _load(path: Path, parts: Mapping[str, Part], world: World) -> None:
@@ -386,15 +381,17 @@ def _load(path: Path, parts: Mapping[str, Part], world: World) -> None:
 
 
 def _check_model(
-    path: Path, own: Mapping[str, torch.Size], sizes: Mapping[str, torch.Size]
+    path: Path, sizes: Mapping[str, torch.Size], saved_sizes: Mapping[str, torch.Size]
 ) -> None:
-    saved = _within("model.", sizes)
-    are_adapters = [any(map(lora.is_adapter_name, names)) for names in (own, saved)]
+    saved = _within("model.", saved_sizes)
+    are_adapters = [any(map(lora.is_adapter_name, names)) for names in (sizes, saved)]
     if are_adapters[0] != are_adapters[1]:
         held = "an adapter" if are_adapters[1] else "a whole model"
         raise UserError(f"{path} holds {held}: lora.rank is not what it was trained with")
-    if own != saved:
-        differing = sorted(name for name in {**own, **saved} if own.get(name) != saved.get(name))
+    if sizes != saved:
+        differing = sorted(
+            name for name in {**sizes, **saved} if sizes.get(name) != saved.get(name)
+        )
         cure = "; are lora.rank and lora.targets as they were?" if are_adapters[0] else ""
         held = "adapter" if are_adapters[0] else "model"
         raise UserError(f"{path} holds another {held}: {differing[:3]} differ{cure}")

@@ -71,7 +71,7 @@ class World:
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=clock)
         return cls(rank, size, place, dist.group.WORLD, _control(range(size)), clock)
 
-    def part(self, ranks: Sequence[int]) -> World:
+    def subworld(self, ranks: Sequence[int]) -> World:
         """Make these of the ranks a world of their own; collective. Elsewhere its rank is -1, and
         nothing may be reduced in it.
         """
@@ -95,7 +95,7 @@ class World:
         """Return the mesh of the ranks for tensors that only tell whose rows they hold."""
         return None if self.control is None else DeviceMesh.from_group(self.control, device_type)
 
-    def apart(self) -> World:
+    def with_own_control_group(self) -> World:
         """Return these ranks with messages of their own, for threads beside those that run;
         collective.
         """

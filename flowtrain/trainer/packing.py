@@ -12,6 +12,7 @@ Suffixes: N packed tokens, T target tokens, S samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
@@ -29,6 +30,8 @@ Inputs = tuple[int, ...]
 _ROW_TOKENS = 512
 """What a row costs beside its tokens, in tokens: it casts and gathers all weights and adds all
 gradients up, 46 bytes of traffic per parameter, where a token takes 6 FLOPs per parameter."""
+_SHARES = 8
+"""Rows that a rank cuts what it has sampled into, or more, where several train."""
 _EVENNESS = 0.5
 """How much more of that a full row costs than a short one, so that even rows are preferred. Below
 2/3, or two half rows would be."""
@@ -99,11 +102,9 @@ class PackedRow:
         return SamplingMask(self.mask_ids_K, self.mask_offsets_T1)
 
     def to(self, device: torch.device) -> PackedRow:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = ((f.name, getattr(self, f.name)) for f in fields(self))
         moved: dict[str, Any] = {
-            name: x.to(device, non_blocking=True)
-            for name, x in values.items()
-            if isinstance(x, Tensor)
+            name: x.to(device, non_blocking=True) for name, x in values if isinstance(x, Tensor)
         }
         return replace(self, **moved)
 
@@ -127,29 +128,45 @@ class Segment:
 
 
 def pack(
-    samples: Sequence[Sample], num_minibatches: int, token_budget: int
+    samples: Sequence[Sample], num_minibatches: int, token_budget: int, num_takers: int = 1
 ) -> list[list[PackedRow]]:
-    """The rows of each optimizer step of a batch."""
+    """Return the rows of each optimizer step of a batch, for so many ranks that train.
+
+    One rank walks through a single row, which repeats nothing. Several share rows that spread
+    evenly, cut where little is repeated.
+    """
+    num_rows = 1 if num_takers == 1 else _SHARES
     return [
-        pack_rows([s for s in samples if s.minibatch == index], token_budget)
+        pack_rows([s for s in samples if s.minibatch == index], token_budget, num_rows=num_rows)
         for index in range(num_minibatches)
     ]
 
 
-def pack_rows(samples: Sequence[Sample], token_budget: int, share: bool = True) -> list[PackedRow]:
+def pack_rows(
+    samples: Sequence[Sample],
+    token_budget: int,
+    share: bool = True,
+    num_rows: int | None = None,
+) -> list[PackedRow]:
     """Pack samples into rows of at most `token_budget` tokens, in the order of their tokens, which
     puts beside each other what is alike.
 
     A sample longer than the budget gets a row of its own. The last response token is a target but
     never an input, so a sample takes len(prompt) + len(response) - 1 tokens, less what it shares
     with the one before it. A row repeats what its first sample shares with the one before, so trees
-    are cut where that is little: between rollouts rather than within. `share=False` is for
-    comparison.
+    are cut where that is little: between rollouts rather than within.
+
+    Args:
+        share: False is for comparison.
+        num_rows: rows may have more tokens than the budget where so many rows hold all.
     """
     inputs = [_inputs(sample) for sample in samples]
     order = _packing_order(inputs)
     ordered = [inputs[index] for index in order]
     shared = [_num_shared(a, b) if share else 0 for a, b in pairwise([(), *ordered])]
+    if num_rows is not None:
+        num_tokens = sum(map(len, ordered)) - sum(shared)
+        token_budget = max(token_budget, math.ceil(num_tokens / num_rows))
     starts = _row_starts(list(map(len, ordered)), shared, token_budget)
     return [
         _pack_row(
@@ -251,6 +268,8 @@ def _pack_row(
     assert len(sample_ids) in (0, len(samples)), "all samples of a row have an id, or none has"
     divisors = [s.divisor for s in samples if s.divisor is not None]
     assert len(divisors) in (0, len(samples)), "all samples of a row have a divisor, or none has"
+    mask_ids_K, mask_offsets_T1 = _mask_tensors(samples)
+    routes_NLC, num_route_conflicts = _routes(samples, layout)
     return PackedRow(
         input_ids_N=torch.tensor(input_ids, dtype=torch.int64),
         position_ids_N=torch.tensor(position_ids, dtype=torch.int64),
@@ -272,9 +291,11 @@ def _pack_row(
         ref_logprob_T=targets([x for s in samples for x in s.ref_logprobs]) if has_ref else None,
         sample_ids=sample_ids,
         divisor_S=targets(divisors) if divisors else None,
+        mask_ids_K=mask_ids_K,
+        mask_offsets_T1=mask_offsets_T1,
+        routes_NLC=routes_NLC,
         version_T=_versions(samples),
-        **_mask_tensors(samples),
-        **_route_fields(samples, layout),
+        num_route_conflicts=num_route_conflicts,
     )
 
 
@@ -290,25 +311,24 @@ def _versions(samples: Sequence[Sample]) -> Tensor | None:
     return torch.cat(parts)
 
 
-def _mask_tensors(samples: Sequence[Sample]) -> dict[str, Any]:
-    """The sampling masks of all targets; {} where every sample was drawn from all ids."""
+def _mask_tensors(samples: Sequence[Sample]) -> tuple[Tensor | None, Tensor | None]:
+    """The sampling masks of all targets; None where every sample was drawn from all ids."""
     masks = [s.sampling_mask for s in samples]
     found = [torch.tensor(mask.ids, dtype=torch.int64) for mask in masks if mask is not None]
     if not found:
-        return {}
+        return None, None
     counts = [
         count
         for s, mask in zip(samples, masks, strict=True)
         for count in ((0,) * len(s.response_ids) if mask is None else mask.counts)
     ]
-    return {
-        "mask_ids_K": torch.cat(found),
-        "mask_offsets_T1": torch.tensor([0, *accumulate(counts)], dtype=torch.int64),
-    }
+    return torch.cat(found), torch.tensor([0, *accumulate(counts)], dtype=torch.int64)
 
 
-def _route_fields(samples: Sequence[Sample], layout: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """The routes of all tokens and their conflicts; {} unless every sample has routes.
+def _routes(
+    samples: Sequence[Sample], layout: Sequence[tuple[int, int]]
+) -> tuple[Tensor | None, int]:
+    """The routes of all tokens and their conflicts; None unless every sample has routes.
 
     `layout`: each sample in the order of packing, and how many tokens it shares with the one
     before.
@@ -319,7 +339,7 @@ def _route_fields(samples: Sequence[Sample], layout: Sequence[tuple[int, int]]) 
     for index, num_shared in layout:
         routes = samples[index].routes
         if routes is None:
-            return {}
+            return None, 0
         dtype = torch.int16 if routes.is_wide else torch.uint8
         words = torch.frombuffer(bytearray(routes.experts), dtype=dtype)
         own_NLC = words.view(-1, routes.num_layers, routes.num_chosen)
@@ -331,7 +351,7 @@ def _route_fields(samples: Sequence[Sample], layout: Sequence[tuple[int, int]]) 
             num_conflicts += int(differs_NLC.any(2).any(1).sum())
         parts.append(own_NLC[num_shared:])
         path_NLC = torch.cat([kept_NLC, parts[-1]]) if num_shared else own_NLC
-    return {"routes_NLC": torch.cat(parts), "num_route_conflicts": num_conflicts} if parts else {}
+    return torch.cat(parts) if parts else None, num_conflicts
 
 
 def empty_row() -> PackedRow:

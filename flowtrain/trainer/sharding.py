@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from flowtrain.trainer import lm_head
+from flowtrain.trainer import loss
 from flowtrain.trainer.attention import registration as attention
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.model import delta_net, experts
@@ -73,7 +73,7 @@ def shard(
     for parameter in model.parameters():
         dtype = spec.weight_dtype if parameter.requires_grad else spec.dtype
         parameter.data = parameter.data.to(dtype)
-    lm_head.equip(model, spec.fp32_logits)
+    loss.equip(model, spec.fp32_logits)
     experts.equip(model)
     delta_net.equip(model)
     model.set_attn_implementation(attention.name_of(spec.attention, world.device))

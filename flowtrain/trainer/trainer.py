@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -32,20 +32,20 @@ from transformers import PreTrainedModel
 from flowtrain.records import UserError
 from flowtrain.trainer.cost import ForwardCost
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.minibatch_factor import MinibatchFactor
-from flowtrain.trainer.model.experts import RouteMetrics, replaying, routers
-from flowtrain.trainer.model.lora import adapter_off
-from flowtrain.trainer.optimizers import ShardOptimizer
-from flowtrain.trainer.packing import PackedRow, empty_row
-from flowtrain.trainer.row_loss import (
-    joined,
+from flowtrain.trainer.loss import (
     looks_at_sequences,
     loss_of_scores,
     part_of,
     read_row,
     row_loss,
     score_row,
+    score_walk,
 )
+from flowtrain.trainer.minibatch_factor import MinibatchFactor
+from flowtrain.trainer.model.experts import RouteMetrics, replaying, routers
+from flowtrain.trainer.model.lora import adapter_off
+from flowtrain.trainer.optimizers import ShardOptimizer
+from flowtrain.trainer.packing import PackedRow, empty_row
 from flowtrain.trainer.sharding import is_sharded_by_layer
 from flowtrain.trainer.step_metrics import StepMetrics
 from flowtrain.trainer.walk import Kind, OpenPath, Pass, passes, schedule
@@ -199,7 +199,7 @@ class Trainer:
         step_metrics = StepMetrics(has_reference=has_kl, routes=routes, version=version)
         step_metrics.num_flops = self._needed_flops(minibatches)
         has_stepped = False
-        for rows in [self._prepare(rows) for rows in minibatches]:
+        for rows in map(self._prepare, minibatches):
             (normaliser,) = self._world.sum([_weight(rows)])
             if normaliser == 0:  # no rank has a sample: an optimizer step would only move momentum
                 continue
@@ -233,7 +233,7 @@ class Trainer:
         walks = [passes(row, self._token_budget) for row in rows]
         steps = deque(step for walk in walks for step in walk)
         specs = deque(self._losses(rows, walks, token_loss or self._token_loss, scale))
-        kinds, path, losses = self._schedule(steps), OpenPath(), []
+        kinds, path, losses = schedule(steps, self._world), OpenPath(), []
         for index, learns in enumerate(kinds):
             if self._world.size > 1:
                 is_last = index == len(kinds) - 1
@@ -265,17 +265,6 @@ class Trainer:
         trunk_P = None if learns else row.target_row_T
         return Pass(Kind.ONCE if learns else Kind.ENTER, row, trunk_P=trunk_P)
 
-    def _schedule(self, steps: Collection[Pass]) -> list[bool]:
-        """Say which passes learn, the same on all ranks; collective."""
-        own = [step.learns for step in steps]
-        if self._world.size == 1:
-            return own
-        most, has_inner = self._world.max([len(own), not all(own)])
-        if not has_inner:
-            return [True] * int(most)
-        texts = self._world.gather_text("".join("01"[learns] for learns in own))
-        return schedule([[letter == "1" for letter in text] for text in texts])
-
     def _losses(
         self,
         rows: Sequence[PackedRow],
@@ -289,12 +278,11 @@ class Trainer:
         sequences may lie in several pieces.
         """
         whole: dict[int, TokenLoss] = {}
-        if looks_at_sequences(spec):
-            walked = [index for index, walk in enumerate(walks) if len(walk) > 1]
-            if self._world.max([len(walked)])[0]:
-                scores = self.score(self.model, [rows[index] for index in walked])
-                for index, score in zip(walked, scores, strict=True):
-                    whole[index] = loss_of_scores(rows[index], score, spec, scale)
+        walked = [index for index, walk in enumerate(walks) if len(walk) > 1]
+        if looks_at_sequences(spec) and self._world.max([len(walked)])[0]:
+            scores = self.score(self.model, [rows[index] for index in walked])
+            for index, score in zip(walked, scores, strict=True):
+                whole[index] = loss_of_scores(rows[index], score, spec, scale)
         return [
             part_of(whole[index], step.target_M) if index in whole else spec
             for index, walk in enumerate(walks)
@@ -348,23 +336,13 @@ class Trainer:
         walks = [passes(row, self._token_budget) for row in rows]
         num_own = sum(step.kind is not Kind.LEAVE for walk in walks for step in walk)
         (most,) = self._world.max([num_own])  # before the passes, for which ranks wait elsewhere
-        scores = [self._score_walk(model, walk) for walk in walks]
+        scores = [
+            score_walk(model, walk, self._temperature, self._followed, self.device)
+            for walk in walks
+        ]
         for _ in range(int(most) - num_own):
             score_row(model, self._idle(True).row, self._temperature)
         return scores
-
-    def _score_walk(self, model: PreTrainedModel, walk: Sequence[Pass]) -> LogProbs:
-        path, parts = OpenPath(), []
-        for step in walk:
-            if step.kind is Kind.LEAVE:
-                path.leave()
-                continue
-            path.begin(step)
-            row = self._followed(step.row).to(self.device)
-            parts.append((step.target_M, score_row(model, row, self._temperature, path)))
-            if step.kind is Kind.ENTER:
-                path.enter()
-        return joined(parts)
 
     def _followed(self, row: PackedRow) -> PackedRow:
         """Return the row with the routes that are followed."""

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flowtrain.trainer.distributed import World
 from flowtrain.trainer.packing import PackedRow, Segment, segments
 
 Range = tuple[int, int]
@@ -363,14 +364,23 @@ class _Open:
         return [self._sums.get(leaf, leaf.grad) for leaf in self.tensors[place]]
 
 
-def schedule(kinds: Sequence[Sequence[bool]]) -> list[bool]:
-    """Say which passes have a backward half, so that ranks with different walks run the same.
+def schedule(steps: Collection[Pass], world: World) -> list[bool]:
+    """Say which passes learn, so that ranks with different walks run the same; collective.
 
-    Args:
-        kinds: of each rank, its passes in order.
-
-    Returns a sequence that each rank's is a part of, in order; a rank idles in what is left over.
+    The passes of each rank are a part of the answer, in order; it idles in what is left over.
     """
+    own = [step.learns for step in steps]
+    if world.size == 1:
+        return own
+    most, has_inner = world.max([len(own), not all(own)])
+    if not has_inner:
+        return [True] * int(most)
+    texts = world.gather_text("".join("01"[learns] for learns in own))
+    return _common([[letter == "1" for letter in text] for text in texts])
+
+
+def _common(kinds: Sequence[Sequence[bool]]) -> list[bool]:
+    """Return a sequence that each of these is a part of: what most need next comes next."""
     left, common = [deque(own) for own in kinds], list[bool]()
     while heads := [own[0] for own in left if own]:
         common.append(2 * sum(heads) >= len(heads))

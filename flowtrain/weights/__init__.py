@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flowtrain.weights.format.manifest import StoreError
     from flowtrain.weights.load.reader import Loaded, WeightReader, pull
-    from flowtrain.weights.publish.publisher import Published, Publisher, PublishOptions
-    from flowtrain.weights.publish.schedule import SnapshotPolicy
+    from flowtrain.weights.publish.publisher import (
+        Published,
+        Publisher,
+        PublishOptions,
+        SnapshotPolicy,
+    )
     from flowtrain.weights.stores.folder import Source, WeightStore
     from flowtrain.weights.stores.remote import RemoteStore, open_source
 
 _HOMES = {
     "format.manifest": ("StoreError",),
     "load.reader": ("Loaded", "WeightReader", "pull"),
-    "publish.publisher": ("PublishOptions", "Published", "Publisher"),
-    "publish.schedule": ("SnapshotPolicy",),
+    "publish.publisher": ("PublishOptions", "Published", "Publisher", "SnapshotPolicy"),
     "stores.folder": ("Source", "WeightStore"),
     "stores.remote": ("RemoteStore", "open_source"),
 }

@@ -86,9 +86,9 @@ def _gc(options: argparse.Namespace, _cache: Path) -> int:
     size = _human(sum(path.stat().st_size for path in files))
     if not options.dry_run:
         garbage = store.collect_garbage(options.keep)
-    done, rest = ("would delete", "are there") if options.dry_run else ("deleted", "stay")
+    done, stay = ("would delete", "are there") if options.dry_run else ("deleted", "stay")
     named = ", ".join(map(str, garbage)) or "nothing"
-    print(f"{done} {named} ({size}); {len(store.versions())} versions {rest}")
+    print(f"{done} {named} ({size}); {len(store.versions())} versions {stay}")
     return 0
 
 
@@ -135,16 +135,16 @@ def _listed(source: Source) -> list[int]:
     """
     if isinstance(source, WeightStore):
         return source.versions()
-    found: list[int] = []
+    versions: list[int] = []
     at = source.head()
     while at is not None and at >= 0:
         try:
             manifest = source.manifest(at)
         except NotThere:
             break
-        found.append(at)
+        versions.append(at)
         at = max(manifest.delta_files, default=at - 1)
-    return found[::-1]
+    return versions[::-1]
 
 
 def _human(num_bytes: float) -> str:

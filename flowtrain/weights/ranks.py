@@ -24,7 +24,7 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class SingleRank:
     """One process."""
 
     rank: int = 0
@@ -39,7 +39,7 @@ def gather(ranks: Ranks, value: object) -> list[Any]:
     return [json.loads(text) for text in ranks.gather_text(json.dumps(value))]
 
 
-def together(
+def on_all_ranks(
     ranks: Ranks, action: Callable[[], _T], other_failed: type[Exception] = StoreError
 ) -> _T:
     """Run `action` on every rank and return this rank's result; collective.
@@ -49,7 +49,7 @@ def together(
     """
     try:
         result = action()
-    # Whatever it is, the other ranks wait to be told.
+    # The other ranks are blocked in a gather: report to them before raising.
     except BaseException as error:
         ranks.gather_text(f"rank {ranks.rank}: {type(error).__name__}: {error}")
         raise

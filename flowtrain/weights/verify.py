@@ -10,11 +10,9 @@ from pathlib import Path
 
 from flowtrain import _delta
 from flowtrain.utils.terminal import bar
-from flowtrain.weights.format.deltas import Blob, digest_change
 from flowtrain.weights.format.files import read_delta
-from flowtrain.weights.format.layout import Digest, add
-from flowtrain.weights.format.manifest import File, Manifest, NotThere, StoreError
-from flowtrain.weights.format.tensor_shards import U16, u16_view
+from flowtrain.weights.format.manifest import Digest, File, Manifest, NotThere, StoreError, add
+from flowtrain.weights.format.tensor_shards import U16, Blob, digest_change, u16_view
 from flowtrain.weights.load.reader import pull
 from flowtrain.weights.load.target import check_layout
 from flowtrain.weights.stores.folder import Source, WeightStore

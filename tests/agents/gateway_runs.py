@@ -16,7 +16,7 @@ from flowtrain.agents.base import AgentContext
 from flowtrain.agents.gateway.agent import GatewayAgent
 from flowtrain.agents.policy import Policy
 from flowtrain.config import Config
-from flowtrain.records import Completion, FinishReason, Sampling, Task, Trajectory, VersionSpan
+from flowtrain.records import Call, FinishReason, Sampling, Task, Trajectory, VersionSpan
 
 TASK = Task("t-1", "What is the area of Chad?", ("1284",), columns='{"level": 3}')
 SEARCH = {
@@ -51,7 +51,7 @@ class LoggingEngine:
     version: int = 0
     max_tokens: int = 4000
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Call:
         self.asked.append(sampling)
         if self.wait is not None:
             try:
@@ -73,7 +73,8 @@ class LoggingEngine:
             ids += (self.tokenizer.eos_token_id,)
         self.log.append((tuple(prompt_ids), ids))
         logprobs = (-0.5,) * len(ids)
-        return Completion(ids, logprobs, (VersionSpan(0, len(ids), 0),), reason)
+        spans = (VersionSpan(0, len(ids), 0),)
+        return Call(tuple(prompt_ids), ids, logprobs, spans, reason)
 
     def load(self, version: int) -> None: ...
 

@@ -17,7 +17,7 @@ from flowtrain.agents.agentflow.generator import Generator
 from flowtrain.agents.agentflow.planner import Plan
 from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.agents.collect import RolloutRequest, _collect, collect, collect_branches
-from flowtrain.agents.policy import ResponsePrefix
+from flowtrain.agents.policy import joined
 from flowtrain.records import (
     Action,
     BranchPoint,
@@ -72,10 +72,9 @@ class FakePlanner:
         call = make.call((said,), (turn,), text=str(said))
         return Plan(call, Action("", "", str(said), "Echo" if rng.random() < 0.5 else "None"))
 
-    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
-        rest = make.completion((1000 + seed % 1000,), -2.0)
-        call = Call.of(prefix.prompt_ids, prefix.joined(rest), "")
-        return Plan(call, Action("", "", "resumed", "Echo"))
+    async def resume(self, prefix: Call, turn: int, seed: int, deadline_s: float) -> Plan:
+        rest = make.call((1000 + seed % 1000,), (), -2.0)
+        return Plan(joined(prefix, rest), Action("", "", "resumed", "Echo"))
 
 
 TASKS = [Task(f"task-{i}", f"question {i}", ("x",)) for i in range(7)]

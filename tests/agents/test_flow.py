@@ -16,13 +16,12 @@ from flowtrain.agents.agentflow.generator import Answer, Generator
 from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
 from flowtrain.agents.agentflow.planner import NO_TOOL, Plan
 from flowtrain.agents.agentflow.verifier import RuleVerifier, Verification
-from flowtrain.agents.policy import PromptTooLong, ResponsePrefix
+from flowtrain.agents.policy import PromptTooLong, joined
 from flowtrain.records import (
     Action,
     BranchPoint,
     BranchStart,
     Call,
-    Completion,
     FinishReason,
     SamplingMask,
     Task,
@@ -46,7 +45,7 @@ class FakePlanner:
     def __init__(self, script: Script, seconds: float = 0.0) -> None:
         self.script, self.seconds = script, seconds
         self.asked: list[tuple[Memory, int, int, float]] = []
-        self.prefixes: list[tuple[ResponsePrefix, int, int]] = []
+        self.prefixes: list[tuple[Call, int, int]] = []
         """Where branches took up."""
 
     async def plan(self, task: Task, *asked: Any) -> Plan:
@@ -56,13 +55,13 @@ class FakePlanner:
         said = self.script[turn % len(self.script)]
         if isinstance(said, Exception):
             raise said
-        return Plan(Call.of((turn, 1), completion(turn), f"turn {turn}"), said)
+        return Plan(said_in(turn), said)
 
-    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def resume(self, prefix: Call, turn: int, seed: int, deadline_s: float) -> Plan:
         self.prefixes.append((prefix, turn, seed))
         spans, mask = (VersionSpan(0, 2, 5),), SamplingMask.of([(70, 72), (71,)])
-        rest = Completion((70, 71), (-7.0, -7.1), spans, FinishReason.STOP, mask)
-        return Plan(Call.of(prefix.prompt_ids, prefix.joined(rest), "branched"), ECHO)
+        rest = Call((), (70, 71), (-7.0, -7.1), spans, FinishReason.STOP, "branched", mask)
+        return Plan(joined(prefix, rest), ECHO)
 
 
 SPANS = (VersionSpan(0, 1, 3), VersionSpan(1, 3, 4))
@@ -70,9 +69,11 @@ KEPT = [(0, 1, 2), (8,), (9, 3)]
 MASK = SamplingMask.of(KEPT)
 
 
-def completion(turn: int) -> Completion:
+def said_in(turn: int) -> Call:
     """Sampled by version 3 and, from the second token on, by version 4."""
-    return Completion((turn, 8, 9), (-0.1, -0.2, -0.3 * turn), SPANS, FinishReason.LENGTH, MASK)
+    logprobs = (-0.1, -0.2, -0.3 * turn)
+    reason, text = FinishReason.LENGTH, f"turn {turn}"
+    return Call((turn, 1), (turn, 8, 9), logprobs, SPANS, reason, text, MASK)
 
 
 def _raises(error: BaseException) -> Callable[[str], Any]:
@@ -196,7 +197,7 @@ def test_a_malformed_action_spends_its_turn_and_is_remembered() -> None:
     first, second = trajectory.turns
     expected = (None, (), MALFORMED, Verdict.CONTINUE)
     assert (first.action, first.tool_calls, first.problem, first.verdict) == expected
-    assert first.calls["planner"].response_ids == completion(0).ids, "trained like any others"
+    assert first.calls["planner"].response_ids == said_in(0).response_ids, "trained like any others"
     assert (second.verdict, trajectory.answer) == (Verdict.STOP, "1284")
     memory = loop.planner.asked[1][0]
     assert memory.entries == (MemoryEntry("None", "None", NO_COMMAND, f"Error: {MALFORMED}", True),)
@@ -317,8 +318,7 @@ def test_a_memory_is_immutable_and_starts_empty() -> None:
 def test_turns_carry_exactly_what_the_engine_sampled() -> None:
     trajectory = run(flow([ECHO, None, ECHO]))
     for index, turn in enumerate(trajectory.turns):
-        call = Call.of((index, 1), completion(index), f"turn {index}")
-        assert turn.calls == {"planner": call}
+        assert turn.calls == {"planner": said_in(index)}
         assert isinstance(turn, Turn) and 0 <= turn.seconds <= trajectory.seconds
 
 
@@ -398,7 +398,7 @@ def test_branch_keeps_prefix_and_samples_rest(turn: int, token: int) -> None:
     found = [(s.start, s.end, s.version) for s in left.spans]
     assert found == [*[(0, 1, 3), (1, 2, 4)][:token], (token, token + 2, 5)]
     ((prefix, at, seed),) = planner.prefixes
-    assert (len(prefix.response.ids), at, seed) == (token, turn, 12)
+    assert (len(prefix.response_ids), at, seed) == (token, turn, 12)
 
 
 def test_branch_memory_equals_parents_at_branch_point() -> None:

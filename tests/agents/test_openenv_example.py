@@ -18,7 +18,7 @@ from flowtrain.agents.chat.tool_calling import ToolCallingAgent
 from flowtrain.agents.chat.tool_formats import FORMATS, WrittenCall
 from flowtrain.config import Config
 from flowtrain.records import (
-    Completion,
+    Call,
     FinishReason,
     Group,
     Sampling,
@@ -50,13 +50,13 @@ class Engine:
         self.texts = list(texts)
         self.prompts: list[str] = []
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Call:
         said = self.texts[len(self.prompts)]
         text = said if isinstance(said, str) else await asyncio.to_thread(said)
         ids = tuple(QWEN.encode(text + QWEN.eos_token, add_special_tokens=False))
         self.prompts.append(QWEN.decode(list(prompt_ids)))
         spans = (VersionSpan(0, len(ids), 1),)
-        return Completion(ids, (-0.5,) * len(ids), spans, FinishReason.STOP)
+        return Call(tuple(prompt_ids), ids, (-0.5,) * len(ids), spans, FinishReason.STOP)
 
 
 def call(name: str, *arguments: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import json
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from flowtrain.inference.protocol import EngineError
 from flowtrain.records import (
     BranchPoint,
     BranchStart,
-    Completion,
+    Call,
     Group,
     Sampling,
     Task,
@@ -355,7 +356,7 @@ def test_calls_side_by_side_are_turns_in_the_order_in_which_they_were_asked() ->
     """The first is answered last, and a branch from the third finds both again."""
 
     class Late(Engine):
-        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Call:
             for _ in range(20 if tuple(prompt_ids) == (1,) else 0):
                 await asyncio.sleep(0)
             return await super().generate(prompt_ids, sampling)
@@ -414,10 +415,12 @@ def config(name: str, **sections: object) -> Config:
 
 def test_an_agent_of_ones_own_file_makes_rollouts(mine: str) -> None:
     chosen = config(f"{mine}:Echo")
-    policy = make_policy(chosen, "planner", letters(), CharTokenizer())
+    sampled = Counter(verifier=1)
+    policy = make_policy(chosen, "planner", letters(), CharTokenizer(), sampled=sampled)
     agent = load_kind(chosen).make(AgentContext(chosen, {"planner": policy}, {}, {}, 3))
     (group,) = collect(agent, [TASK], group_size=4, seed=0)
     assert len({t.answer for t in group.trajectories}) == 4
+    assert sampled == {"verifier": 1, "planner": 4 * 2}
     agent.close()
 
 

@@ -19,6 +19,7 @@ from flowtrain.records import Group, Task
 from flowtrain.rewards import score
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.setup.placement import Placement
 from flowtrain.utils.text import final_answer
 
 TASK = Task("t-1", "What is 2 + 3?", ("5",), scorer="math")
@@ -67,7 +68,7 @@ def test_every_policy_of_a_run_has_them(tmp_path: Path) -> None:
     with ExitStack() as cleanup:
         world = World.join("cpu")
         cleanup.callback(world.leave)
-        components = RunComponents.prepare(config, world)
+        components = RunComponents.prepare(config, Placement.colocated(world))
         cleanup.callback(components.close)
         renders = components.policies["planner"].tokenizer.apply_chat_template
         assert renders.keywords == {"enable_thinking": False}

@@ -27,11 +27,12 @@ from flowtrain.algorithms.branching import (
 )
 from flowtrain.config import Appo
 from flowtrain.config.options import parse
-from flowtrain.records import Group, SampleId, Turn
+from flowtrain.records import Group, SampleId, TrainBatch, Turn
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.minibatches import complete
 from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.packing import pack
 from flowtrain.trainer.setup.learner import optim_spec
-from flowtrain.trainer.token_scores import attach_logprobs
 from flowtrain.trainer.trainer import Trainer
 
 NOT_BLANK = torch.zeros(300, dtype=torch.bool)
@@ -310,6 +311,7 @@ def test_rounding_between_sampler_and_reference_is_no_difference(
 
 def test_what_was_scored_is_not_scored_again_and_trains_the_same(
     make_trainer: Callable[..., Trainer],
+    alone: World,
     tiny_path: str,
 ) -> None:
     """Two mini-batches with ratios and a KL term."""
@@ -326,10 +328,9 @@ def test_what_was_scored_is_not_scored_again_and_trains_the_same(
                 parameter.mul_(1.05)
         trainer = make_trainer(loss, reference=reference, rescore=not is_given, has_ref=is_given)
         scores = score_samples(trainer, samples, 1000, against_reference=True)
-        batch = attach_logprobs(
-            samples, known_logprobs(samples, scores, has_old=is_given, has_ref=is_given)
-        )
-        rows, stats = pack(batch, 2, 1000), dict[str, float]()
+        known = known_logprobs(samples, scores, has_old=is_given, has_ref=is_given)
+        batch = complete(TrainBatch(tuple(samples)), 2, 0, known, alone)
+        rows, stats = pack(batch.samples, 2, 1000), dict[str, float]()
         num_scored = num_passes(reference, lambda: stats.update(trainer.step(rows)))  # noqa: B023
         assert num_scored == (0 if is_given else 2)
         updates.append((stats, [p.detach().clone() for p in trainer.model.parameters()]))

@@ -27,8 +27,8 @@ from flowtrain.records import BranchPoint, Group, Sample, Sampling, UserError
 from flowtrain.rollouts.contract import Refused
 from flowtrain.rollouts.ledger.group_checks import GroupLimits
 from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.loss import score_row
 from flowtrain.trainer.model import loading as models
-from flowtrain.trainer.row_loss import score_row
 from flowtrain.utils.event_loop import run_to_end
 from flowtrain.weights import Publisher, WeightStore
 from tests.chat_servers import ChatServer, chat_server
@@ -92,19 +92,13 @@ def roll_out(engine: TorchEngine) -> Group:
         return await asyncio.gather(*(engine.generate(*each) for each in asked))
 
     numbered = [(seed, prompt) for seed in range(2) for prompt in PROMPTS]
-    turns = []
-    for (_, prompt), done in zip(numbered, run_to_end(together()), strict=True):
-        said = make.call(
-            done.ids, prompt, done.logprobs, spans=done.spans, entropies=done.entropies
-        )
-        turns.append(make.turn(said))
+    turns = [make.turn(call) for call in run_to_end(together())]
     return make.group(make.rollout(*turns[:2]), make.rollout(*turns[2:]))
 
 
 def samples_of(group: Group) -> list[Sample]:
     calls = [turn.calls["planner"] for t in group.trajectories for turn in t.turns]
-    zeros = (0.0,) * NUM_TOKENS
-    return [Sample(c.prompt_ids, c.response_ids, c.logprobs, zeros, zeros) for c in calls]
+    return [Sample.of(call) for call in calls]
 
 
 def on_a_node(

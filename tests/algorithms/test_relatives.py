@@ -13,9 +13,8 @@ from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.algorithms.advantages import reward_of, whitened
 from flowtrain.algorithms.dynamic_sampling import joined, mixed_first
 from flowtrain.config import Config
-from flowtrain.records import FinishReason, Group, TrainBatch, Trajectory, UserError
+from flowtrain.records import FinishReason, Group, Rollouts, TrainBatch, Trajectory, UserError
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.records import Rollouts
 from tests.algorithms.test_flow_grpo import approx, with_lengths
 from tests.trainer.conftest import alone
 

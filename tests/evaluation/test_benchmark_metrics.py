@@ -8,7 +8,7 @@ from itertools import combinations
 import make
 import pytest
 
-from flowtrain.evaluation.metrics import count_passes, pass_at_k
+from flowtrain.evaluation.summary import count_passes, pass_at_k
 from flowtrain.logging.tally import Tally
 from flowtrain.records import Task, Trajectory
 

@@ -20,8 +20,8 @@ from flowtrain.agents.agentflow.planner import NO_TOOL
 from flowtrain.agents.agentflow.voices import Voice
 from flowtrain.agents.policy import Moment, Policy, Prompt
 from flowtrain.config import Config
+from flowtrain.evaluation.benchmarks import load_benchmarks
 from flowtrain.evaluation.evaluator import Evaluation, Evaluator, Part, roll_out
-from flowtrain.evaluation.metrics import load_benchmarks
 from flowtrain.logging.rollouts import RolloutStats, count_rollouts
 from flowtrain.records import Action, BranchPoint, Call, Task, ToolResult, Trajectory, Turn
 from flowtrain.rollouts.contract import EvalSettings
@@ -29,6 +29,8 @@ from flowtrain.tasks.sets import TaskSet, task_set
 from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
 from flowtrain.trainer.distributed import World
+from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.setup.placement import Placement
 from flowtrain.trainer.toy import new_tokenizer
 
 WORLD = World(0, 1, torch.device("cpu"))
@@ -221,7 +223,9 @@ def run(
     tasks: Sequence[Task],
     world: World = WORLD,
 ) -> Evaluation:
-    found = roll_out(make_flow(config, planner, tools, max_turns=3), tasks, 0, world, 512)
+    components = FakeComponents(config, world, Placement.colocated(world))
+    flow = make_flow(config, planner, tools, max_turns=3)
+    found = roll_out(components, flow, tasks, 0, "dev")  # type: ignore[arg-type]
     return Evaluation.of(Part("dev", tasks, 0, EvalSettings(3)), found, TOOLS, world)
 
 
@@ -342,7 +346,11 @@ class FakeComponents:
 
     config: Config
     world: World = WORLD
+    placement: Placement = Placement.colocated(WORLD)  # noqa: RUF009
     tools: dict[str, Tool] = field(default_factory=dict)
+    judge = None
+    reward_functions = None
+    scoring = RunComponents.scoring
     made: list[tuple[int, float | None]] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
 
@@ -371,8 +379,6 @@ def make_evaluator(folder: Path, **options: object) -> tuple[FakeComponents, Eva
     evaluator = Evaluator(
         components=components,  # type: ignore[arg-type]
         engines={},
-        judge=None,
-        samplers=WORLD,
         benchmarks=load_benchmarks(config),
     )
     return components, evaluator

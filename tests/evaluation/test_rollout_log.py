@@ -79,7 +79,7 @@ def put(
     system = System({3: flow}, judge)  # type: ignore[dict-item]
     todo = questions("policy", system, benchmarks, num_trials, seed)[first:]
     progress = ProgressLine(len(todo), 0, enabled=False)
-    ask(todo, log, max_in_flight=2, progress=progress, judge=judge)
+    ask(todo, log, max_in_flight=2, progress=progress, scoring=(judge, None, None))
 
 
 def run(

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.evaluation.paper import PAPER
 from flowtrain.evaluation.rollout_log import Entry
-from flowtrain.evaluation.summary import Key, Rows, Score, as_json, summarise, table, wilson
+from flowtrain.evaluation.summary import PAPER, Key, Rows, Score, as_json, summarise, table, wilson
 from flowtrain.inference.chat import Usage
 from flowtrain.logging import aligned
 from flowtrain.logging.rollouts import count_rollouts

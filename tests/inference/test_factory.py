@@ -16,7 +16,7 @@ from toy_options import toy
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from bench.families import SHAPE
-from flowtrain.config import Chat, Lora, Vllm
+from flowtrain.config import Chat, Config, Lora, Vllm
 from flowtrain.inference import factory
 from flowtrain.inference.factory import ModelSpec, make_engine
 from flowtrain.inference.protocol import NoEngine
@@ -27,8 +27,9 @@ from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.model.loading import named_weights
 from flowtrain.trainer.model.lora import WEIGHTS, adapter_weights, add_adapter
 from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.setup.placement import Placement
 from flowtrain.weights import Publisher, WeightStore, open_source
-from flowtrain.weights.format.layout import TensorSpec
+from flowtrain.weights.format.manifest import TensorSpec
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(6, temperature=0.0, ignore_end=True)
@@ -49,10 +50,14 @@ def components(tiny_path: str, tmp_path: Path) -> Iterator[RunComponents]:
         }
     )
     world = World.join("cpu")
-    components = RunComponents.prepare(config, world)
+    components = RunComponents.prepare(config, Placement.colocated(world))
     yield components
     components.close()
     world.leave()
+
+
+def under(components: RunComponents, config: Config) -> RunComponents:
+    return dataclasses.replace(components, algorithm=components.algorithm.with_config(config))
 
 
 def publish(
@@ -78,7 +83,7 @@ def sampled(
     }
     for engine in engines.values():
         engine.close()
-    return {name: (each.ids, each.logprobs, each.spans[0].version) for name, each in done.items()}
+    return {n: (c.response_ids, c.logprobs, c.spans[0].version) for n, c in done.items()}
 
 
 def test_each_policy_has_weights_and_versions_of_its_own(
@@ -108,9 +113,10 @@ def test_a_policy_without_a_store_has_the_weights_at_its_path(
 def test_each_policy_has_its_own_temperature(components: RunComponents) -> None:
     values = components.config.model_dump()
     values["policies"]["verifier"]["temperature"] = 0.5
-    flow = components.with_config(toy(values)).make_agent(components.make_no_engines(), 3)
+    engines = components.make_policy_engines({}, ())
+    flow = under(components, toy(values)).make_agent(engines, 3)
     assert (flow.planner.voice.temperature, flow.verifier.voice.temperature) == (1.0, 0.5)
-    greedy = components.make_agent(components.make_no_engines(), 3, temperature=0.0)
+    greedy = components.make_agent(engines, 3, temperature=0.0)
     assert (greedy.planner.voice.temperature, greedy.verifier.voice.temperature) == (0.0, 0.0)
 
 
@@ -155,7 +161,7 @@ def test_policies_of_one_model_share_a_vllm(
     stores = {"planner": WeightStore(tmp_path / "store")}
     for lora in ({}, {"rank": 4}, {"rank": 4, "alpha": 8, "sync": "adapter"}):
         config = toy({**values, "lora": lora})
-        components.with_config(config).make_policy_engines(stores)
+        under(components, config).make_policy_engines(stores)
     (model,) = shared
     assert len(alone) == 4 and not any(each.adapters for each in alone)
     assert model.adapter_stores == {"planner": str(tmp_path / "store"), "verifier": ""}
@@ -169,7 +175,7 @@ def test_policies_of_one_model_share_a_vllm(
     assert set(args["lora_target_modules"]) >= {"q_proj", "down_proj"}
     other = dict(components.policies)
     other["verifier"] = dataclasses.replace(other["verifier"], path="elsewhere")
-    alike = dataclasses.replace(components.with_config(config), policies=other)
+    alike = dataclasses.replace(under(components, config), policies=other)
     alike.make_policy_engines(stores)
     assert list(shared[1].adapter_stores) == ["planner"] and alone[-1].source == "elsewhere"
 
@@ -207,7 +213,7 @@ def test_a_model_that_sdpa_does_not_run_is_sampled(tiny_path: str, tmp_path: Pat
         make_engine(toy({}), spec, CPU, store) for store in (None, WeightStore(tmp_path / "store"))
     )
     done = [asyncio.run(e.generate((5, 6, 7), GREEDY)) for e in (frozen, trained)]
-    assert [len(each.ids) for each in done] == [6, 6]
+    assert [len(each.response_ids) for each in done] == [6, 6]
 
 
 @pytest.mark.parametrize(

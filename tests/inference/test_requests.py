@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flowtrain.inference.requests import completion, hits_stop_string, kept_sets, stop_place
+from flowtrain.inference.requests import answer, hits_stop_string, kept_sets, stop_place
 from flowtrain.records import FinishReason, VersionSpan
 
 
@@ -56,9 +56,9 @@ def test_the_whole_text_decides_not_what_its_end_looks_like_alone() -> None:
 def test_spans_cover_the_response_and_no_token_behind_it() -> None:
     """The third version came when all had been sampled."""
     labels = [(3, 0), (4, 2), (5, 7)]
-    made = completion((9, 8, 7, 6), (-1.0,) * 4, labels, FinishReason.STOP)
+    made = answer((1,), (9, 8, 7, 6), (-1.0,) * 4, labels, FinishReason.STOP)
     assert made.spans == (VersionSpan(0, 2, 3), VersionSpan(2, 4, 4))
-    nothing = completion((), (), [(3, 0)], FinishReason.DEADLINE)
+    nothing = answer((1,), (), (), [(3, 0)], FinishReason.DEADLINE)
     assert nothing.spans == (VersionSpan(0, 0, 3),)
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain.inference.torch_engine import TorchEngine, _choose
-from flowtrain.records import Completion, FinishReason, Sample, Sampling, UserError, VersionSpan
+from flowtrain.records import Call, FinishReason, Sample, Sampling, UserError, VersionSpan
+from flowtrain.trainer.loss import score_row
 from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.packing import pack_row
-from flowtrain.trainer.row_loss import score_row
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 
 Request = tuple[Sequence[int], Sampling]
@@ -46,31 +46,23 @@ def engine(
     return TorchEngine(copy.deepcopy(model), tokenizer, WeightStore(tmp_path / "weights"))
 
 
-def generate(engine: TorchEngine, requests: Sequence[Request]) -> list[Completion]:
-    async def together() -> list[Completion]:
+def generate(engine: TorchEngine, requests: Sequence[Request]) -> list[Call]:
+    async def together() -> list[Call]:
         return await asyncio.gather(*(engine.generate(*request) for request in requests))
 
     return run(together())
 
 
-def sample_of(prompt: Sequence[int], done: Completion) -> Sample:
-    ones = (1.0,) * len(done.ids)
-    return Sample(
-        tuple(prompt), done.ids, done.logprobs, ones, ones, sampling_mask=done.sampling_mask
-    )
+def ids_of(calls: Sequence[Call]) -> list[tuple[int, ...]]:
+    return [call.response_ids for call in calls]
 
 
-def trainer_logprobs(
-    path: str,
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Completion],
-    temperature: float,
-) -> Tensor:
+def trainer_logprobs(path: str, completions: Sequence[Call], temperature: float) -> Tensor:
     """Log-probs of all sampled tokens by the trainer; a row per sample keeps their order."""
     policy = models.load_model(path, torch.float32)
-    samples = map(sample_of, prompts, completions)
+    rows = [pack_row([Sample.of(call)]) for call in completions]
     with torch.no_grad():
-        scores = [score_row(policy, pack_row([each]), temperature) for each in samples]
+        scores = [score_row(policy, row, temperature) for row in rows]
     return torch.cat([each.logprob_T for each in scores])
 
 
@@ -88,7 +80,7 @@ def test_the_sampler_reports_the_logprobs_that_the_trainer_computes(
     requests = [(p, s) for p, s in requests if len(p) + s.max_new_tokens <= 64]
     completions = generate(engine, requests)
     recorded = torch.tensor([x for c in completions for x in c.logprobs])
-    truth = trainer_logprobs(tiny_path, [p for p, _ in requests], completions, temperature or 1.0)
+    truth = trainer_logprobs(tiny_path, completions, temperature or 1.0)
     assert len(recorded) > 100 and recorded.min() < -1
     assert (recorded - truth).abs().max() <= 1e-5
 
@@ -103,9 +95,9 @@ def test_the_entropies_are_those_that_the_trainer_computes(
         engine, [(p, Sampling(4 + 3 * i, 0.7, top_k, seed=i)) for i, p in enumerate(PROMPTS)]
     )
     policy = models.load_model(tiny_path, torch.float32)
-    for prompt, done in zip(PROMPTS, completions, strict=True):
+    for done in completions:
         with torch.no_grad():
-            truth = score_row(policy, pack_row([sample_of(prompt, done)]), 0.7).entropy_T
+            truth = score_row(policy, pack_row([Sample.of(done)]), 0.7).entropy_T
         assert done.entropies == pytest.approx(truth.tolist(), abs=1e-5)
         assert min(done.entropies) > 0.1
 
@@ -123,7 +115,7 @@ def test_greedy_is_what_transformers_generates(engine: TorchEngine, model: PreTr
             max_new_tokens=12,
             do_sample=False,
         )
-        assert list(completion.ids) == truth[0, len(prompt) :].tolist()
+        assert list(completion.response_ids) == truth[0, len(prompt) :].tolist()
 
 
 def test_a_completion_does_not_depend_on_its_batch(engine: TorchEngine) -> None:
@@ -132,8 +124,8 @@ def test_a_completion_does_not_depend_on_its_batch(engine: TorchEngine) -> None:
     together = generate(engine, requests)
     alone = [generate(engine, [request])[0] for request in requests]
     among_clones = generate(engine, [requests[1]] * 2 + [requests[3]])
-    assert [c.ids for c in together] == [c.ids for c in alone]
-    assert [c.ids for c in among_clones] == [alone[1].ids, alone[1].ids, alone[3].ids]
+    assert ids_of(together) == ids_of(alone)
+    assert ids_of(among_clones) == ids_of([alone[1], alone[1], alone[3]])
     for mine, other in zip(together, alone, strict=True):
         assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
@@ -141,8 +133,8 @@ def test_a_completion_does_not_depend_on_its_batch(engine: TorchEngine) -> None:
 def test_the_seed_decides(engine: TorchEngine) -> None:
     same = generate(engine, [(PROMPTS[1], Sampling(10, 1.0, seed=4))] * 2)
     other = generate(engine, [(PROMPTS[1], Sampling(10, 1.0, seed=seed)) for seed in range(8)])
-    assert same[0].ids == same[1].ids == other[4].ids
-    assert len({c.ids for c in other}) == 8
+    assert same[0].response_ids == same[1].response_ids == other[4].response_ids
+    assert len({c.response_ids for c in other}) == 8
 
 
 def chi_square_excess(counts: Tensor, probs: Tensor) -> float:
@@ -171,17 +163,16 @@ def test_tokens_are_drawn_from_the_softmax(
         with torch.no_grad():
             return (model(torch.tensor([ids])).logits[0, -1].double() / temperature).softmax(-1)
 
-    first = torch.bincount(torch.tensor([c.ids[0] for c in completions]), minlength=280).double()
+    ids_GT = torch.tensor(ids_of(completions))
+    first = torch.bincount(ids_GT[:, 0], minlength=280).double()
     assert chi_square_excess(first, probs(prompt)) < 4
     top = int(first.argmax())
-    second = torch.bincount(
-        torch.tensor([c.ids[1] for c in completions if c.ids[0] == top]), minlength=280
-    ).double()
+    second = torch.bincount(ids_GT[ids_GT[:, 0] == top, 1], minlength=280).double()
     assert second.sum() > 250
     assert chi_square_excess(second, probs((*prompt, top))) < 4
 
 
-def kept_of(completion: Completion) -> list[set[int]]:
+def kept_of(completion: Call) -> list[set[int]]:
     mask = completion.sampling_mask
     ids = iter(mask.ids)
     sets = [{next(ids) for _ in range(count)} for count in mask.counts]
@@ -211,7 +202,7 @@ def test_top_k_and_top_p_keep_the_most_likely_tokens(
     share_V = torch.zeros(280, dtype=torch.float64).scatter(
         0, order_V[:num_kept], best_K[:num_kept] / best_K[:num_kept].sum()
     )
-    ids = torch.tensor([c.ids[0] for c in completions])
+    ids = torch.tensor([c.response_ids[0] for c in completions])
     found = (share_V[ids].log() - torch.tensor([c.logprobs[0] for c in completions])).abs().max()
     assert found <= 1e-5
     counts = torch.bincount(ids, minlength=280).double()
@@ -230,7 +221,7 @@ def test_top_k_and_top_p_hold_per_request(engine: TorchEngine) -> None:
     together = generate(engine, requests)
     alone = [generate(engine, [request])[0] for request in requests]
     for mine, other in zip(together, alone, strict=True):
-        assert mine.ids == other.ids
+        assert mine.response_ids == other.response_ids
         assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
         assert mine.sampling_mask == other.sampling_mask
     is_whole = [c.sampling_mask is None for c in together]
@@ -239,7 +230,7 @@ def test_top_k_and_top_p_hold_per_request(engine: TorchEngine) -> None:
         token in kept
         for c in together
         if c.sampling_mask
-        for token, kept in zip(c.ids, kept_of(c), strict=True)
+        for token, kept in zip(c.response_ids, kept_of(c), strict=True)
     )
     assert together[1].logprobs == pytest.approx([0.0] * 7), "of one token"
 
@@ -255,17 +246,18 @@ def test_a_frequency_penalty_counts_the_response_alone(
     ]
     for (prompt, sampling), completion in zip(requests, generate(engine, requests), strict=True):
         with torch.no_grad():
-            logits_TV = model(torch.tensor([[*prompt, *completion.ids]])).logits[0].double()
-        for place, token in enumerate(completion.ids):
+            ids = torch.tensor([[*prompt, *completion.response_ids]])
+            logits_TV = model(ids).logits[0].double()
+        for place, token in enumerate(completion.response_ids):
             logits_V = logits_TV[len(prompt) - 1 + place].clone()
-            for earlier in completion.ids[:place]:
+            for earlier in completion.response_ids[:place]:
                 logits_V[earlier] -= sampling.frequency_penalty
             expected = (logits_V / 0.7).log_softmax(-1)[token]
             assert completion.logprobs[place] == pytest.approx(float(expected), abs=1e-4)
     greedy = Sampling(24, 0.0, ignore_end=True)
     strict = dataclasses.replace(greedy, frequency_penalty=2.0)
     loose, varied = generate(engine, [(PROMPTS[0], greedy), (PROMPTS[0], strict)])
-    assert len(set(varied.ids)) > len(set(loose.ids))
+    assert len(set(varied.response_ids)) > len(set(loose.response_ids))
 
 
 def test_the_largest_random_number_draws_a_token_that_is_kept() -> None:
@@ -283,9 +275,9 @@ def test_the_largest_random_number_draws_a_token_that_is_kept() -> None:
 def test_max_new_tokens(engine: TorchEngine) -> None:
     lengths = [1, 2, 7, 12]
     completions = generate(engine, [(PROMPTS[1], Sampling(n, 0.0)) for n in lengths])
-    assert [len(c.ids) for c in completions] == lengths
+    assert [len(c.response_ids) for c in completions] == lengths
     assert {c.finish_reason for c in completions} == {FinishReason.LENGTH}
-    assert all(c.ids == completions[-1].ids[: len(c.ids)] for c in completions)
+    assert all(ids == completions[-1].response_ids[: len(ids)] for ids in ids_of(completions))
     assert [len(c.logprobs) for c in completions] == lengths
     assert [c.spans for c in completions] == [(VersionSpan(0, n, 0),) for n in lengths]
 
@@ -295,7 +287,7 @@ def greedy_ids(
 ) -> tuple[int, ...]:
     (completion,) = generate(engine, [(prompt, Sampling(length, 0.0))])
     assert completion.finish_reason is FinishReason.LENGTH
-    return completion.ids
+    return completion.response_ids
 
 
 def first_new(ids: Sequence[int], start: int) -> int:
@@ -318,9 +310,9 @@ def test_end_tokens_end_unless_they_are_ignored(
     stopping = TorchEngine(model, tokenizer, WeightStore(Path("unused")))
     ignoring = Sampling(12, 0.0, ignore_end=True)
     ended, whole = generate(stopping, [(PROMPTS[2], Sampling(12, 0.0)), (PROMPTS[2], ignoring)])
-    assert ended.ids == ids[: place + 1], "the end token itself is kept: it is trained"
+    assert ended.response_ids == ids[: place + 1], "the end token itself is kept: it is trained"
     assert ended.finish_reason is FinishReason.STOP and len(ended.logprobs) == place + 1
-    assert whole.ids == ids and whole.finish_reason is FinishReason.LENGTH
+    assert whole.response_ids == ids and whole.finish_reason is FinishReason.LENGTH
 
 
 def test_stop_strings_end_with_the_token_that_completes_them(
@@ -337,8 +329,8 @@ def test_stop_strings_end_with_the_token_that_completes_them(
         (PROMPTS[2], Sampling(12, 0.0)),
     ]
     stopped, free = generate(engine, requests)
-    assert stopped.ids == ids[: place + 1] and stopped.finish_reason is FinishReason.STOP
-    assert free.ids == ids and free.finish_reason is FinishReason.LENGTH
+    assert stopped.response_ids == ids[: place + 1] and stopped.finish_reason is FinishReason.STOP
+    assert free.response_ids == ids and free.finish_reason is FinishReason.LENGTH
 
 
 def test_the_prompt_cannot_trigger_a_stop_string(
@@ -348,7 +340,7 @@ def test_the_prompt_cannot_trigger_a_stop_string(
     ids = greedy_ids(engine, prompt, 4)
     assert "capital" not in tokenizer.decode(ids)
     (completion,) = generate(engine, [(prompt, Sampling(4, 0.0, stop_strings=("capital",)))])
-    assert completion.ids == ids
+    assert completion.response_ids == ids
 
 
 def test_a_deadline_returns_what_there_is(engine: TorchEngine) -> None:
@@ -356,14 +348,15 @@ def test_a_deadline_returns_what_there_is(engine: TorchEngine) -> None:
         engine, [(PROMPTS[1], Sampling(12, 0.0, deadline_s=0.0)), (PROMPTS[1], Sampling(12, 0.0))]
     )
     assert late.finish_reason is FinishReason.DEADLINE and free.finish_reason is FinishReason.LENGTH
-    assert len(late.ids) == len(late.logprobs) <= 1 and late.ids == free.ids[: len(late.ids)]
-    assert late.spans == (VersionSpan(0, len(late.ids), 0),)
+    num = len(late.response_ids)
+    assert num == len(late.logprobs) <= 1 and late.response_ids == free.response_ids[:num]
+    assert late.spans == (VersionSpan(0, num, 0),)
 
 
 def test_a_prompt_that_is_too_long_is_refused(engine: TorchEngine) -> None:
     assert engine.max_tokens == 64
     (completion,) = generate(engine, [([7] * 56, Sampling(8, 0.0))])
-    assert len(completion.ids) == 8
+    assert len(completion.response_ids) == 8
     told = r"a prompt of 57 tokens with max_new_tokens=8 does not fit: .* at most 64"
     with pytest.raises(UserError, match=told):
         generate(engine, [([7] * 57, Sampling(8, 0.0))])
@@ -400,13 +393,14 @@ def test_load_swaps_the_weights_and_the_version(
     assert engine.version == 0
     engine.load(5)
     (after,) = generate(engine, [request])
-    assert engine.version == 5 and after.spans == (VersionSpan(0, len(after.ids), 5),)
+    assert engine.version == 5 and after.spans == (VersionSpan(0, len(after.response_ids), 5),)
     models.export(model, tokenizer, second, tmp_path / "second")
-    truth = trainer_logprobs(str(tmp_path / "second"), [PROMPTS[1]], [after], 1.0)
+    truth = trainer_logprobs(str(tmp_path / "second"), [after], 1.0)
     assert (torch.tensor(after.logprobs) - truth).abs().max() <= 1e-5
     engine.load(4)
     (again,) = generate(engine, [request])
-    assert again.ids == before.ids != after.ids and again.spans[0].version == 4
+    assert again.response_ids == before.response_ids != after.response_ids
+    assert again.spans[0].version == 4
 
 
 def test_a_load_falls_between_batches(
@@ -420,7 +414,7 @@ def test_a_load_falls_between_batches(
     alone = {}
     for version in (2, 1):
         engine.load(version)
-        alone[version] = generate(engine, [request])[0].ids
+        alone[version] = generate(engine, [request])[0].response_ids
     begun, go_on, forward = threading.Event(), threading.Event(), engine._forward
 
     def slow(*args: Tensor) -> Tensor:
@@ -430,7 +424,7 @@ def test_a_load_falls_between_batches(
 
     engine._forward = slow
 
-    async def during() -> tuple[Completion, Completion]:
+    async def during() -> tuple[Call, Call]:
         first = asyncio.create_task(engine.generate(*request))
         await asyncio.to_thread(begun.wait, 30)
         load = asyncio.create_task(asyncio.to_thread(engine.load, 2))
@@ -443,8 +437,8 @@ def test_a_load_falls_between_batches(
         return done
 
     first, second = run(during())
-    assert first.ids == alone[1] and first.spans == (VersionSpan(0, 30, 1),)
-    assert second.ids == alone[2] != alone[1] and second.spans == (VersionSpan(0, 30, 2),)
+    assert first.response_ids == alone[1] and first.spans == (VersionSpan(0, 30, 1),)
+    assert second.response_ids == alone[2] != alone[1] and second.spans == (VersionSpan(0, 30, 2),)
 
 
 def test_an_engine_in_bf16_loads_what_was_published_in_bf16(
@@ -546,7 +540,7 @@ class Held:
         self._released.release(number)
 
 
-async def begin(engine: TorchEngine, requests: Sequence[Request]) -> list[asyncio.Task[Completion]]:
+async def begin(engine: TorchEngine, requests: Sequence[Request]) -> list[asyncio.Task[Call]]:
     """Ask, and come back when all requests have been taken in."""
     tasks = [asyncio.create_task(engine.generate(*request)) for request in requests]
     await asyncio.sleep(0)
@@ -571,7 +565,7 @@ def test_requests_that_wait_together_share_a_batch(
         held.release(2)
         completions = await asyncio.gather(*first, *second)
         assert held.sizes == [3, 4]
-        assert completions[0].ids == completions[3].ids == completions[5].ids
+        assert len({completions[place].response_ids for place in (0, 3, 5)}) == 1
 
     run(scenario())
 
@@ -581,7 +575,7 @@ def test_the_next_turn_joins_the_waiting_batch(
 ) -> None:
     """A rollout just answered shares the batch of those that came meanwhile."""
 
-    async def two_turns(request: Request) -> list[Completion]:
+    async def two_turns(request: Request) -> list[Call]:
         return [await engine.generate(*request), await engine.generate(*request)]
 
     async def scenario() -> None:
@@ -591,7 +585,7 @@ def test_the_next_turn_joins_the_waiting_batch(
         waiting = await begin(engine, requests_of(2))
         held.release(2)
         turns, *_ = await asyncio.gather(rollout, *waiting)
-        assert held.sizes == [1, 3] and turns[0].ids == turns[1].ids
+        assert held.sizes == [1, 3] and turns[0].response_ids == turns[1].response_ids
 
     run(scenario())
 
@@ -606,7 +600,7 @@ def test_a_waiting_request_keeps_its_deadline(
         (late,) = await begin(engine, [(PROMPTS[1], Sampling(2, 1.0, deadline_s=0.01))])
         completion = await late
         assert completion.finish_reason is FinishReason.DEADLINE
-        assert not completion.ids
+        assert not completion.response_ids
         assert held.sizes == [1]
         held.release()
         await asyncio.gather(*first)
@@ -620,7 +614,7 @@ def test_an_expired_queue_leaves_a_working_engine(engine: TorchEngine) -> None:
         completion = await engine.generate(PROMPTS[1], Sampling(2, 1.0, deadline_s=0.0))
         assert completion.finish_reason is FinishReason.DEADLINE
         await engine._batcher  # raises what went wrong in it
-        assert len((await engine.generate(PROMPTS[1], Sampling(2, 0.0))).ids) == 2
+        assert len((await engine.generate(PROMPTS[1], Sampling(2, 0.0))).response_ids) == 2
 
     run(scenario())
 
@@ -631,14 +625,14 @@ def test_batches_are_bounded(
     engine = TorchEngine(model, tokenizer, WeightStore(tmp_path), max_batch_size=3)
     wide = TorchEngine(model, tokenizer, WeightStore(tmp_path))
 
-    async def scenario() -> list[Completion]:
+    async def scenario() -> list[Call]:
         held = Held(engine, monkeypatch)
         held.release(3)
         completions = await asyncio.gather(*await begin(engine, requests_of(8)))
         assert held.sizes == [3, 3, 2]
         return completions
 
-    assert [c.ids for c in run(scenario())] == [c.ids for c in generate(wide, requests_of(8))]
+    assert ids_of(run(scenario())) == ids_of(generate(wide, requests_of(8)))
 
 
 def test_an_error_reaches_every_request(
@@ -658,7 +652,7 @@ def test_an_error_reaches_every_request(
         held.error = None
         held.release()
         (completion,) = await asyncio.gather(*await begin(engine, requests_of(1)))
-        assert len(completion.ids) == 2
+        assert len(completion.response_ids) == 2
 
     run(scenario())
 
@@ -676,8 +670,8 @@ def test_a_cancelled_request_does_not_break_the_others(
         held.release()
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(answers[1], asyncio.CancelledError)
-        assert [len(answers[i].ids) for i in (0, 2)] == [2, 2]
+        assert [len(answers[i].response_ids) for i in (0, 2)] == [2, 2]
         held.release()
-        assert len((await engine.generate(*requests_of(1)[0])).ids) == 2
+        assert len((await engine.generate(*requests_of(1)[0])).response_ids) == 2
 
     run(scenario())

@@ -17,7 +17,7 @@ from flowtrain.inference.factory import ModelSpec
 from flowtrain.inference.requests import stop_ids
 from flowtrain.inference.vllm.engine import AdapterEngine
 from flowtrain.inference.vllm.process import VllmModel, cpu_environment
-from flowtrain.records import Completion, FinishReason, Sample, Sampling, VersionSpan
+from flowtrain.records import Call, FinishReason, Sample, Sampling, VersionSpan
 from flowtrain.weights import Publisher, StoreError, WeightStore
 
 pytestmark = pytest.mark.vllm
@@ -99,8 +99,8 @@ Request = tuple[str, Sequence[int], Sampling]
 """Policy, prompt and sampling."""
 
 
-def generate(setup: Setup, requests: Sequence[Request]) -> list[Completion]:
-    async def together() -> list[Completion]:
+def generate(setup: Setup, requests: Sequence[Request]) -> list[Call]:
+    async def together() -> list[Call]:
         return await asyncio.gather(
             *(setup.engines[policy].generate(prompt, s) for policy, prompt, s in requests)
         )
@@ -115,8 +115,8 @@ def test_policies_without_a_version_are_the_bare_model(setup: Setup) -> None:
     ]
     setup.set_weights("", 0)
     found = generate(setup, requests)
-    expected = setup.truth(PROMPTS[1], found[0].ids)
-    assert len({done.ids for done in found}) == 1
+    expected = setup.truth(PROMPTS[1], found[0].response_ids)
+    assert len({done.response_ids for done in found}) == 1
     for done in found:
         assert done.spans == (VersionSpan(0, 20, 0),)
         assert (torch.tensor(done.logprobs) - expected).abs().max() <= BOUND
@@ -138,10 +138,12 @@ def test_each_policy_samples_as_a_model_of_its_own(setup: Setup, temperature: fl
         for (policy, prompt, _), done in zip(requests, found, strict=True):
             assert done.spans == (VersionSpan(0, 40, versions[policy]),)
             setup.set_weights(policy, versions[policy])
-            expected = setup.truth(prompt, done.ids, temperature)
+            expected = setup.truth(prompt, done.response_ids, temperature)
             difference = (torch.tensor(done.logprobs) - expected).abs().max()
             assert difference <= BOUND / temperature, (policy, versions[policy])
-        assert len({done.ids for done in found}) == len(requests), "or they would be too alike"
+        assert len({done.response_ids for done in found}) == len(requests), (
+            "or they would be too alike"
+        )
 
 
 def test_scores_are_those_of_the_policys_adapter(setup: Setup) -> None:
@@ -165,7 +167,7 @@ def test_a_request_goes_on_across_a_load_of_its_policy(setup: Setup) -> None:
     setup.engines["verifier"].load(0)
     (alone,) = generate(setup, [("verifier", *LONG)])
 
-    async def scenario() -> list[Completion]:
+    async def scenario() -> list[Call]:
         requests = [
             asyncio.create_task(setup.engines[policy].generate(*LONG))
             for policy in ("planner", "verifier", "planner", "refiner")
@@ -175,7 +177,7 @@ def test_a_request_goes_on_across_a_load_of_its_policy(setup: Setup) -> None:
         return await asyncio.gather(*requests)
 
     first, other, second, frozen = run(scenario())
-    assert (other.ids, other.spans) == (alone.ids, alone.spans)
+    assert (other.response_ids, other.spans) == (alone.response_ids, alone.spans)
     assert frozen.spans == (VersionSpan(0, 190, 0),)
     for done in (first, second):
         before, after = done.spans
@@ -184,7 +186,7 @@ def test_a_request_goes_on_across_a_load_of_its_policy(setup: Setup) -> None:
         assert 0 == before.start < before.end == after.start < after.end == 190
         for span in done.spans:
             setup.set_weights("planner", span.version)
-            difference = torch.tensor(done.logprobs) - setup.truth(LONG[0], done.ids)
+            difference = torch.tensor(done.logprobs) - setup.truth(LONG[0], done.response_ids)
             assert difference[span.start : span.end].abs().max() <= BOUND
             outside = torch.cat([difference[: span.start], difference[span.end :]])
             assert outside.abs().max() > 1e-3, "or the versions would be too alike to tell"
@@ -194,7 +196,7 @@ def test_a_request_goes_on_across_a_load_of_its_policy(setup: Setup) -> None:
 def test_policies_may_load_at_the_same_time(setup: Setup) -> None:
     """However often slots change, each token is its own version's."""
 
-    async def scenario() -> list[Completion]:
+    async def scenario() -> list[Call]:
         requests = [
             asyncio.create_task(setup.engines[policy].generate(*LONG))
             for policy in setup.stores
@@ -210,10 +212,10 @@ def test_policies_may_load_at_the_same_time(setup: Setup) -> None:
     found = run(scenario())
     assert max(len(done.spans) for done in found) > 2
     for number, done in enumerate(found):
-        assert len(done.ids) == 190
+        assert len(done.response_ids) == 190
         for span in done.spans:
             setup.set_weights([*setup.stores][number // 3], span.version)
-            difference = torch.tensor(done.logprobs) - setup.truth(LONG[0], done.ids)
+            difference = torch.tensor(done.logprobs) - setup.truth(LONG[0], done.response_ids)
             assert difference[span.start : span.end].abs().max() <= BOUND
 
 
@@ -251,7 +253,7 @@ def test_a_sparse_change_is_loaded_as_a_delta(setup: Setup) -> None:
         setup.engines["planner"].load(version)
         setup.set_weights("planner", version)
         (done,) = generate(setup, [("planner", PROMPTS[2], Sampling(20, 1.0, ignore_end=True))])
-        difference = torch.tensor(done.logprobs) - setup.truth(PROMPTS[2], done.ids)
+        difference = torch.tensor(done.logprobs) - setup.truth(PROMPTS[2], done.response_ids)
         assert difference.abs().max() <= BOUND
     assert setup.engines["planner"].metrics()["weights_loaded_by_delta"] == 1
 

@@ -31,7 +31,7 @@ from flowtrain.agents.agentflow.planner import ModelPlanner
 from flowtrain.agents.agentflow.prompts import CHAT_TEMPLATE, CompactPrompt
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.collect import collect
-from flowtrain.agents.policy import Policy, ResponsePrefix
+from flowtrain.agents.policy import Policy, opening
 from flowtrain.agents.registry import load_kind
 from flowtrain.config import Vllm
 from flowtrain.inference.requests import stop_ids
@@ -49,20 +49,17 @@ from flowtrain.inference.vllm.process import (
 )
 from flowtrain.records import (
     Call,
-    Completion,
     FinishReason,
     Sample,
     Sampling,
     Task,
-    Turn,
     UserError,
-    Verdict,
     VersionSpan,
 )
 from flowtrain.tools.search import Search
-from flowtrain.trainer import lm_head
 from flowtrain.trainer.attention import registration as attention
 from flowtrain.trainer.distributed import World
+from flowtrain.trainer.loss import equip
 from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.packing import pack_rows
 from flowtrain.trainer.trainer import OptimSpec, Trainer
@@ -153,15 +150,13 @@ def set_weights(setup: Setup, version: int) -> None:
     assert set(missing) <= models.tied_names(setup.model)
 
 
-async def together(
-    engine: VllmEngine | TorchEngine, requests: Sequence[Request]
-) -> list[Completion]:
+async def together(engine: VllmEngine | TorchEngine, requests: Sequence[Request]) -> list[Call]:
     return await asyncio.gather(
         *(engine.generate(prompt, sampling) for prompt, sampling in requests)
     )
 
 
-def generate(engine: VllmEngine | TorchEngine, requests: Sequence[Request]) -> list[Completion]:
+def generate(engine: VllmEngine | TorchEngine, requests: Sequence[Request]) -> list[Call]:
     return run(together(engine, requests))
 
 
@@ -203,7 +198,7 @@ class TestVllm:
         own = copy.deepcopy(at_0.model)  # an engine takes its model over
         theirs = generate(TorchEngine(own, at_0.tokenizer, at_0.store), requests)
         for mine, other in zip(generate(at_0.engine, requests), theirs, strict=True):
-            assert mine.ids == other.ids
+            assert mine.response_ids == other.response_ids
             assert mine.finish_reason is other.finish_reason
             assert mine.spans == other.spans
             assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
@@ -224,7 +219,7 @@ class TestVllm:
         recorded = torch.tensor([x for c in completions for x in c.logprobs])
         expected = torch.cat(
             [
-                truth(at_0.model, p, c.ids, s)
+                truth(at_0.model, p, c.response_ids, s)
                 for (p, s), c in zip(requests, completions, strict=True)
             ]
         )
@@ -233,12 +228,8 @@ class TestVllm:
         assert (recorded - expected).abs().max() <= 1e-5 / temperature
         policy = copy.deepcopy(at_0.model)
         policy.set_attn_implementation(attention.NAME)
-        lm_head.equip(policy)
-        ones = (1.0,) * 40
-        samples = [
-            Sample(p, c.ids, c.logprobs, ones, ones, sampling_mask=c.sampling_mask)
-            for (p, _), c in zip(requests, completions, strict=True)
-        ]
+        equip(policy)
+        samples = [Sample.of(call) for call in completions]
         stats = Trainer(
             policy,
             World(0, 1, torch.device("cpu")),
@@ -257,7 +248,7 @@ class TestVllm:
             for i, prompt in enumerate(PROMPTS)
         ]
         for (prompt, sampling), c in zip(requests, generate(at_0.engine, requests), strict=True):
-            expected = truth(at_0.model, prompt, c.ids, sampling)
+            expected = truth(at_0.model, prompt, c.response_ids, sampling)
             assert (torch.tensor(c.logprobs) - expected).abs().max() <= 1e-4
 
     @pytest.mark.parametrize("num_kept", [0, 1, 11])
@@ -267,16 +258,13 @@ class TestVllm:
         """
         sampling = Sampling(12, 0.8, 20, 0.9, ignore_end=True, seed=1)
         (root,) = generate(at_0.engine, [(PROMPTS[2], sampling)])
-        calls = {"planner": Call.of(PROMPTS[2], root, "")}
-        turn = Turn(calls, None, Verdict.CONTINUE, seconds=0.0)
-        opening = ResponsePrefix.of(turn, num_kept)
         planner = ModelPlanner(
             Policy(at_0.engine, at_0.tokenizer, 12, 0.8, 60.0, 20, 0.9),
             CompactPrompt(),
             ("Search",),
         )
-        branch = run(planner.resume(opening, 0, seed=7, deadline_s=60.0)).call
-        assert branch.response_ids[:num_kept] == root.ids[:num_kept]
+        branch = run(planner.resume(opening(root, num_kept), 0, seed=7, deadline_s=60.0)).call
+        assert branch.response_ids[:num_kept] == root.response_ids[:num_kept]
         assert branch.logprobs[:num_kept] == root.logprobs[:num_kept]
         mask, num_tokens = branch.sampling_mask, len(branch.response_ids)
         assert mask is not None and len(mask.counts) == num_tokens > num_kept
@@ -323,8 +311,8 @@ class TestVllm:
     def test_the_seed_decides(self, at_0: Setup) -> None:
         requests = [(PROMPTS[1], Sampling(12, 1.0, seed=seed)) for seed in range(8)]
         first, second = generate(at_0.engine, requests), generate(at_0.engine, [requests[5]])
-        assert second[0].ids == first[5].ids
-        assert len({c.ids for c in first}) == 8
+        assert second[0].response_ids == first[5].response_ids
+        assert len({c.response_ids for c in first}) == 8
 
     def test_many_requests_are_under_way_at_once(self, at_0: Setup) -> None:
         """More than vLLM samples at a time; prompts of all lengths, and none is mistaken for
@@ -336,9 +324,9 @@ class TestVllm:
         ]
         requests = [(p, Sampling(1 + i % 20, 0.0, ignore_end=True)) for i, p in enumerate(prompts)]
         completions = generate(at_0.engine, requests)
-        assert [len(c.ids) for c in completions] == [1 + i % 20 for i in range(72)]
+        assert [len(c.response_ids) for c in completions] == [1 + i % 20 for i in range(72)]
         for prompt, completion in zip(prompts, completions, strict=True):
-            assert completion.ids[0] == int(forward(at_0.model, prompt)[-1].argmax())
+            assert completion.response_ids[0] == int(forward(at_0.model, prompt)[-1].argmax())
 
     # ---- when it ends
 
@@ -348,9 +336,9 @@ class TestVllm:
         stopped = [c for c in completions if c.finish_reason is FinishReason.STOP]
         end = at_0.tokenizer.eos_token_id
         assert len(stopped) > 3
-        assert all(c.ids[-1] == end and end not in c.ids[:-1] for c in stopped)
+        assert all(c.response_ids[-1] == end and end not in c.response_ids[:-1] for c in stopped)
         assert all(
-            end not in c.ids and len(c.ids) == 100
+            end not in c.response_ids and len(c.response_ids) == 100
             for c in completions
             if c.finish_reason is FinishReason.LENGTH
         )
@@ -358,18 +346,20 @@ class TestVllm:
             at_0.engine,
             [(p, dataclasses.replace(s, ignore_end=True)) for p, s in requests if s.seed == 0],
         )
-        assert len(free.ids) == 100 and free.finish_reason is FinishReason.LENGTH
+        assert len(free.response_ids) == 100 and free.finish_reason is FinishReason.LENGTH
 
     def test_stop_strings_equal_the_torch_engine(self, at_0: Setup) -> None:
         torch_engine = TorchEngine(copy.deepcopy(at_0.model), at_0.tokenizer, at_0.store)
         (free,) = generate(torch_engine, [(PROMPTS[2], Sampling(30, 0.0, ignore_end=True))])
-        stop = at_0.tokenizer.decode(free.ids[7:9])
+        stop = at_0.tokenizer.decode(free.response_ids[7:9])
         requests = [
             (PROMPTS[2], Sampling(30, 0.0, stop_strings=("never there", stop), ignore_end=True))
         ]
         (mine,), (other,) = generate(at_0.engine, requests), generate(torch_engine, requests)
         assert (
-            mine.ids == other.ids and len(mine.ids) < 30 and mine.finish_reason is FinishReason.STOP
+            mine.response_ids == other.response_ids
+            and len(mine.response_ids) < 30
+            and mine.finish_reason is FinishReason.STOP
         )
         assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
         assert mine.spans == other.spans
@@ -380,11 +370,14 @@ class TestVllm:
             [(LONG[0], dataclasses.replace(LONG[1], deadline_s=s)) for s in (0.0, 0.1, 60.0)],
         )
         nothing, part, whole = completions
-        assert not nothing.ids and nothing.finish_reason is FinishReason.DEADLINE
-        assert 0 < len(part.ids) < 190
+        assert not nothing.response_ids and nothing.finish_reason is FinishReason.DEADLINE
+        assert 0 < len(part.response_ids) < 190
         assert part.finish_reason is FinishReason.DEADLINE
-        assert len(part.logprobs) == len(part.ids)
-        assert part.ids == whole.ids[: len(part.ids)] and whole.finish_reason is FinishReason.LENGTH
+        assert len(part.logprobs) == len(part.response_ids)
+        assert (
+            part.response_ids == whole.response_ids[: len(part.response_ids)]
+            and whole.finish_reason is FinishReason.LENGTH
+        )
 
     def test_a_cancelled_request_ends_alone(self, at_0: Setup) -> None:
         async def scenario() -> None:
@@ -392,13 +385,16 @@ class TestVllm:
             await asyncio.sleep(0.1)
             tasks[0].cancel()
             answers = await asyncio.gather(*tasks, return_exceptions=True)
-            assert isinstance(answers[0], asyncio.CancelledError) and len(answers[1].ids) == 190
+            assert (
+                isinstance(answers[0], asyncio.CancelledError)
+                and len(answers[1].response_ids) == 190
+            )
 
         run(scenario())
 
     def test_a_request_that_does_not_fit_is_refused(self, at_0: Setup) -> None:
         (completion,) = generate(at_0.engine, [([7] * 248, Sampling(8, 0.0, ignore_end=True))])
-        assert len(completion.ids) == 8
+        assert len(completion.response_ids) == 8
         with pytest.raises(UserError, match="at most 256"):
             generate(at_0.engine, [([7] * 249, Sampling(8, 0.0))])
 
@@ -418,9 +414,9 @@ class TestVllm:
                 requests,
             )
             mine = generate(at_0.engine, requests)
-            assert [c.ids for c in mine] == [c.ids for c in theirs]
+            assert [c.response_ids for c in mine] == [c.response_ids for c in theirs]
             assert all(c.spans == (VersionSpan(0, 40, version),) for c in mine)
-            seen.add(mine[4].ids)
+            seen.add(mine[4].response_ids)
         assert len(seen) == 3
 
     def test_a_request_goes_on_across_an_update(self, at_0: Setup) -> None:
@@ -428,7 +424,7 @@ class TestVllm:
         version's.
         """
 
-        async def scenario() -> list[Completion]:
+        async def scenario() -> list[Call]:
             requests = [
                 asyncio.create_task(
                     at_0.engine.generate(LONG[0], dataclasses.replace(LONG[1], seed=i))
@@ -440,13 +436,16 @@ class TestVllm:
             return await asyncio.gather(*requests)
 
         for completion in run(scenario()):
-            assert len(completion.ids) == 190 and completion.finish_reason is FinishReason.LENGTH
+            assert (
+                len(completion.response_ids) == 190
+                and completion.finish_reason is FinishReason.LENGTH
+            )
             (before, after) = completion.spans
             assert (before.version, after.version) == (0, 1)
             assert 0 == before.start < before.end == after.start < after.end == 190
             for span in completion.spans:
                 set_weights(at_0, span.version)
-                expected = truth(at_0.model, LONG[0], completion.ids, LONG[1])
+                expected = truth(at_0.model, LONG[0], completion.response_ids, LONG[1])
                 recorded = torch.tensor(completion.logprobs)
                 difference = (recorded - expected).abs()
                 assert difference[span.start : span.end].max() <= 1e-5
@@ -524,7 +523,7 @@ class TestVllm:
         (expected,) = generate(engine, [LONG])
         patient = dataclasses.replace(LONG[1], deadline_s=240.0)  # a busy machine starts slowly
 
-        async def scenario() -> list[Completion]:
+        async def scenario() -> list[Call]:
             tasks = [asyncio.create_task(engine.generate(LONG[0], patient)) for _ in range(3)]
             hurried = asyncio.create_task(
                 engine.generate(LONG[0], dataclasses.replace(LONG[1], deadline_s=2.0))
@@ -535,7 +534,9 @@ class TestVllm:
             assert (await hurried).finish_reason is FinishReason.DEADLINE
             return await asyncio.gather(*tasks)
 
-        assert [c.ids for c in run(scenario(), timeout_s=250)] == [expected.ids] * 3
+        assert [c.response_ids for c in run(scenario(), timeout_s=250)] == [
+            expected.response_ids
+        ] * 3
         assert engine.version == 2
         metrics = engine.metrics()
         assert metrics["engine_restarts"] - before["engine_restarts"] == 1

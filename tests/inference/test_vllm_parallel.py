@@ -19,10 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from flowtrain.config import Vllm
 from flowtrain.inference.vllm.engine import VllmEngine
 from flowtrain.inference.vllm.process import VllmModel, cpu_environment
-from flowtrain.records import Completion, Sampling, VersionSpan
+from flowtrain.records import Call, Sampling, VersionSpan
 from flowtrain.trainer.model import loading as models
 from flowtrain.weights import Publisher, StoreError, WeightStore
-from flowtrain.weights.format.layout import digest_hex
+from flowtrain.weights.format.manifest import digest_hex
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -89,8 +89,8 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     setup.engine.close()
 
 
-def generate(engine: VllmEngine, sampling: Sampling) -> list[Completion]:
-    async def together() -> list[Completion]:
+def generate(engine: VllmEngine, sampling: Sampling) -> list[Call]:
+    async def together() -> list[Call]:
         return await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in PROMPTS))
 
     return asyncio.run(together())
@@ -109,7 +109,8 @@ def test_updates_leave_words_and_logprobs_of_each_version(setup: Setup) -> None:
             strict=True,
         ):
             assert done.spans == (VersionSpan(0, 20, version),)
-            difference = torch.tensor(done.logprobs) - setup.truth(version, prompt, done.ids)
+            truth = setup.truth(version, prompt, done.response_ids)
+            difference = torch.tensor(done.logprobs) - truth
             assert difference.abs().max() <= BOUND
     assert setup.engine.metrics()["weights_loaded_by_delta"] == 1
 
@@ -117,7 +118,7 @@ def test_updates_leave_words_and_logprobs_of_each_version(setup: Setup) -> None:
 def test_a_request_goes_on_across_an_update(setup: Setup) -> None:
     setup.engine.load(0)
 
-    async def scenario() -> Completion:
+    async def scenario() -> Call:
         request = asyncio.create_task(setup.engine.generate(*LONG))
         await under_way(setup.engine, number=1)
         await asyncio.to_thread(setup.engine.load, 1)
@@ -127,7 +128,8 @@ def test_a_request_goes_on_across_an_update(setup: Setup) -> None:
     before, after = done.spans
     assert (before.version, after.version) == (0, 1) and 0 < before.end == after.start < 190
     for span in done.spans:
-        difference = torch.tensor(done.logprobs) - setup.truth(span.version, LONG[0], done.ids)
+        truth = setup.truth(span.version, LONG[0], done.response_ids)
+        difference = torch.tensor(done.logprobs) - truth
         assert difference[span.start : span.end].abs().max() <= BOUND
         assert difference.abs().max() > 1e-3, "or the versions would be too alike to tell"
 

@@ -53,4 +53,4 @@ def test_vllm_samples_from_the_model_of_a_checkpoint(tmp_path: Path) -> None:
     finally:
         engine.close()
     first = ids.index(ending)
-    assert done.ids == tuple(ids[: first + 1]), "the second stop token counts"
+    assert done.response_ids == tuple(ids[: first + 1]), "the second stop token counts"

@@ -22,10 +22,9 @@ from flowtrain.config import Vllm
 from flowtrain.inference.vllm.engine import VllmEngine
 from flowtrain.inference.vllm.process import VllmModel, cpu_environment, engine_args
 from flowtrain.inference.vllm.routes import routes_of
-from flowtrain.records import Completion, FinishReason, Routes, Sampling, UserError
+from flowtrain.records import Call, FinishReason, Routes, Sampling, UserError
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
-from flowtrain.weights.format.adapters import AdapterSpec
-from flowtrain.weights.format.layout import digest_hex
+from flowtrain.weights.format.manifest import AdapterSpec, digest_hex
 
 SHARED = tuple(range(100, 170))
 PROMPTS = [(5,), (9, 8, 7), SHARED, (*SHARED[:64], 1, 2, 3), (*SHARED, 4), tuple(range(20, 90))]
@@ -64,7 +63,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
 
 async def sampled(
     engine: VllmEngine, prompts: Sequence[Sequence[int]], sampling: Sampling
-) -> list[Completion]:
+) -> list[Call]:
     return await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts))
 
 
@@ -101,9 +100,9 @@ def truth(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
     return torch.stack(chosen, 1).sort(-1).values
 
 
-def check(setup: Setup, prompts: Sequence[Sequence[int]], found: Sequence[Completion]) -> None:
+def check(setup: Setup, prompts: Sequence[Sequence[int]], found: Sequence[Call]) -> None:
     for prompt, completion in zip(prompts, found, strict=True):
-        expected = truth(setup.model, [*prompt, *completion.ids[:-1]])
+        expected = truth(setup.model, [*prompt, *completion.response_ids[:-1]])
         assert torch.equal(array(completion.routes), expected)
 
 
@@ -123,7 +122,7 @@ class TestVllm:
         assert {each.finish_reason for each in found} == {FinishReason.STOP}
         check(setup, prompts, found)
 
-        async def aborted() -> list[Completion]:
+        async def aborted() -> list[Call]:
             long = Sampling(180, 1.0, seed=1, ignore_end=True)
             task = asyncio.create_task(sampled(engine, prompts, long))
             await under_way(engine, len(prompts))
@@ -139,7 +138,7 @@ class TestVllm:
     def test_ten_versions_arrive_whole_while_it_samples(self, setup: Setup) -> None:
         """Words, greedy tokens and routes of each version; requests across several have routes."""
         engine, model = setup.engine, setup.model
-        across: list[Completion] = []
+        across: list[Call] = []
 
         async def load() -> None:
             while setup.store.head() != 10 or engine.version != 10:
@@ -162,7 +161,7 @@ class TestVllm:
                 for prompt, completion in zip(PROMPTS, found, strict=True):
                     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
                     whole = model.generate(torch.tensor([prompt]), **options)[0].tolist()
-                    assert [*prompt, *completion.ids] == whole, version
+                    assert [*prompt, *completion.response_ids] == whole, version
             await asyncio.gather(*tasks)
 
         run(serve())

@@ -22,9 +22,9 @@ from flowtrain.inference.vllm import runner as vllm_runner
 from flowtrain.inference.vllm import updates as vllm_updates
 from flowtrain.inference.vllm.engine import AdapterEngine, VllmEngine
 from flowtrain.inference.vllm.process import VllmModel
-from flowtrain.records import Completion, FinishReason, Sampling, UserError, VersionSpan
+from flowtrain.records import Call, FinishReason, Sampling, UserError, VersionSpan
 from flowtrain.weights import StoreError
-from flowtrain.weights.format.adapters import AdapterSpec
+from flowtrain.weights.format.manifest import AdapterSpec
 
 OPTIONS = Vllm()
 
@@ -158,7 +158,7 @@ def start(options: Vllm = OPTIONS) -> VllmEngine:
     return VllmEngine(model, tokenizer=None, options=options)
 
 
-def sample(engine: VllmEngine, deadline_s: float = 60.0) -> Completion:
+def sample(engine: VllmEngine, deadline_s: float = 60.0) -> Call:
     return asyncio.run(engine.generate((5, 6), Sampling(3, deadline_s=deadline_s)))
 
 
@@ -176,10 +176,10 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 def test_it_samples_with_the_version_that_it_loaded(
     engine: VllmEngine, llms: list[FakeLLM]
 ) -> None:
-    assert sample(engine).ids == (0, 0, 0)
+    assert sample(engine).response_ids == (0, 0, 0)
     engine.load(4)
     done = sample(engine)
-    assert (done.ids, done.finish_reason) == ((4, 4, 4), FinishReason.LENGTH)
+    assert (done.response_ids, done.finish_reason) == ((4, 4, 4), FinishReason.LENGTH)
     assert [span.version for span in done.spans] == [4] and engine.version == 4
     assert engine.metrics()["weights_x"] == 1.0 and engine.metrics()["engine_restarts"] == 0
     expected = ["init_weight_transfer_engine", "start_weight_update", "try_update"]
@@ -192,7 +192,7 @@ def test_a_vllm_that_dies_is_replaced_by_one_of_the_same_version(
     engine.load(7)
     llms[0].go_on.clear()
 
-    async def scenario() -> list[Completion]:
+    async def scenario() -> list[Call]:
         under_way = [
             asyncio.create_task(engine.generate((5,), Sampling(3, seed=seed))) for seed in range(3)
         ]
@@ -200,7 +200,7 @@ def test_a_vllm_that_dies_is_replaced_by_one_of_the_same_version(
         llms[0].kill()
         return await asyncio.gather(*under_way)
 
-    assert {done.ids for done in asyncio.run(scenario())} == {(7, 7, 7)}
+    assert {done.response_ids for done in asyncio.run(scenario())} == {(7, 7, 7)}
     metrics = engine.metrics()
     assert (metrics["engine_restarts"], metrics["engine_requeued"]) == (1, 3)
     assert len(llms) == 2 and engine.version == 7
@@ -214,7 +214,7 @@ def test_a_vllm_that_hangs_is_killed_and_replaced(
     engine = start()
     llms[0].hangs = True
     llms[0].go_on.clear()
-    assert sample(engine).ids == (0, 0, 0)
+    assert sample(engine).response_ids == (0, 0, 0)
     assert llms[0].errored and engine.metrics()["engine_restarts"] == 1
     engine.close()
 
@@ -224,7 +224,7 @@ def test_the_first_load_has_a_deadline_of_its_own(
 ) -> None:
     monkeypatch.setattr(vllm_runner, "LOAD_S", 0.0)
     engine.load(4)
-    assert engine.metrics()["engine_restarts"] == 0 and sample(engine).ids == (4, 4, 4)
+    assert engine.metrics()["engine_restarts"] == 0 and sample(engine).response_ids == (4, 4, 4)
 
 
 def test_a_request_that_kills_vllm_twice_is_an_error(
@@ -240,7 +240,7 @@ def test_a_request_that_kills_vllm_twice_is_an_error(
         yield SimpleNamespace(outputs=[part])
 
     monkeypatch.setattr(FakeLLM, "generate", fatal)
-    monkeypatch.setattr(vllm_runner, "completion", lambda *args, **fields: None)
+    monkeypatch.setattr(vllm_runner, "answer", lambda *args, **fields: None)
     with pytest.raises(EngineError, match="died twice over a prompt of 2 tokens"):
         sample(engine)
     wait_for(lambda: len(llms) == 3)
@@ -253,7 +253,7 @@ def test_a_load_that_fails_before_a_weight_changed_leaves_the_old_version(
     llms[0].errors["try_update"] = RuntimeError("version 3 is not in the store")
     with pytest.raises(StoreError, match="vLLM stays at version 2: version 3 is not"):
         engine.load(3)
-    assert engine.version == 2 and sample(engine).ids == (2, 2, 2) and len(llms) == 1
+    assert engine.version == 2 and sample(engine).response_ids == (2, 2, 2) and len(llms) == 1
 
 
 @pytest.mark.parametrize("problem", ["error", "timeout", "lost"])
@@ -272,7 +272,7 @@ def test_a_load_that_fails_otherwise_is_repeated_on_the_next_vllm(
     else:
         monkeypatch.setattr(llms[0], "pause_generation", lambda **_: asyncio.sleep(30))
     engine.load(3)
-    assert engine.metrics()["engine_restarts"] == 1 and sample(engine).ids == (3, 3, 3)
+    assert engine.metrics()["engine_restarts"] == 1 and sample(engine).response_ids == (3, 3, 3)
     assert len(llms) == 2 and llms[0].errored
     engine.close()
 
@@ -312,7 +312,7 @@ def ids_of(engines: dict[str, AdapterEngine]) -> dict[str, tuple[tuple[int, ...]
     found = {}
     for name, engine in engines.items():
         done = asyncio.run(engine.generate((5, 6), Sampling(1)))
-        found[name] = done.ids[0], done.spans[0].version
+        found[name] = done.response_ids[0], done.spans[0].version
     return found
 
 
@@ -336,7 +336,7 @@ def test_a_request_that_began_before_the_first_adapter_is_not_stamped_with_it(
 ) -> None:
     llms[0].go_on.clear()
 
-    async def scenario() -> Completion:
+    async def scenario() -> Call:
         request = asyncio.create_task(adapters["planner"].generate((5,), Sampling(3)))
         await begun(llms[0], 1)
         for version in (2, 3):
@@ -345,7 +345,7 @@ def test_a_request_that_began_before_the_first_adapter_is_not_stamped_with_it(
         return await request
 
     done = asyncio.run(scenario())
-    assert done.ids == (0, 0, 0) and [span.version for span in done.spans] == [0]
+    assert done.response_ids == (0, 0, 0) and [span.version for span in done.spans] == [0]
 
 
 def test_an_adapter_that_cannot_be_staged_leaves_the_version_before(
@@ -385,7 +385,7 @@ def test_vllm_ends_with_the_last_of_its_policies(
 def test_a_deadline_is_kept(engine: VllmEngine, llms: list[FakeLLM]) -> None:
     llms[0].go_on.clear()
     done = sample(engine, deadline_s=0.1)
-    assert (done.ids, done.finish_reason) == ((), FinishReason.DEADLINE)
+    assert (done.response_ids, done.finish_reason) == ((), FinishReason.DEADLINE)
     assert sample(engine, deadline_s=0.0).finish_reason is FinishReason.DEADLINE
     assert len(llms) == 1
 
@@ -433,7 +433,7 @@ def test_an_engine_that_ends_while_it_starts_leaves_another_one_alone(
     engine.close()
     llms[1].go_on.set()
     wait_for(lambda: llms[1].is_shut_down and llms[1].errored)
-    assert not llms[2].errored and sample(other).ids == (0, 0, 0)
+    assert not llms[2].errored and sample(other).response_ids == (0, 0, 0)
     other.close()
 
 
@@ -461,7 +461,7 @@ def test_tokens_that_are_on_their_way_at_an_update_have_the_version_before(
     tasks: list[asyncio.Task[None]] = []
     monkeypatch.setattr(llm, "pause_generation", late)
 
-    async def scenario() -> Completion:
+    async def scenario() -> Call:
         request = asyncio.create_task(engine.generate((5,), Sampling(3)))
         await begun(llm, 1)
         await asyncio.to_thread(engine.load, 4)
@@ -477,7 +477,7 @@ def test_an_engine_that_sleeps_wakes_for_a_load_and_for_a_request(llms: list[Fak
     engine.sleep()
     engine.load(1)
     engine.sleep()
-    assert sample(engine).ids == (1, 1, 1) and sample(engine).ids == (1, 1, 1)
+    assert sample(engine).response_ids == (1, 1, 1) and sample(engine).response_ids == (1, 1, 1)
     called = [name for name in llms[0].called if name in ("sleep", "wake_up")]
     assert called == ["sleep", "wake_up"] * 2
     engine.close()

@@ -13,16 +13,11 @@ from hypothesis import strategies as st
 from make import call
 
 from flowtrain.algorithms import filter_samples
-from flowtrain.inference.metered import Meter
-from flowtrain.inference.protocol import NoEngine
 from flowtrain.logging.tally import Tally
 from flowtrain.logging.token_counts import account, count_tokens
 from flowtrain.records import (
     BranchPoint,
-    Completion,
-    FinishReason,
     Group,
-    Sampling,
     TokenAccount,
     Trajectory,
     Turn,
@@ -120,20 +115,6 @@ def test_it_says_what_no_engine_has_returned(caplog: pytest.LogCaptureFixture) -
     result = found([group], sampled=8)
     assert result.difference == -1
     assert "8 sampled = 9 trained + -1 UNACCOUNTED FOR" in caplog.text
-
-
-def test_a_meter_counts_by_policy_what_engines_return() -> None:
-    class Three(NoEngine):
-        async def generate(self, prompt_ids: Any, sampling: Sampling) -> Completion:
-            return Completion((1, 2, 3), (-1.0,) * 3, (), FinishReason.STOP)
-
-    import asyncio
-
-    meter = Meter.of({"planner": Three(9), "verifier": Three(9)})
-    for _ in range(2):
-        asyncio.run(meter.engines["planner"].generate((1,), Sampling(4, 1.0)))
-    assert meter.read() == {"planner": 6, "verifier": 0}
-    assert (meter.take("planner"), meter.take("planner")) == (6, 0)
 
 
 def test_the_equation_in_words() -> None:

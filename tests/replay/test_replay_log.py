@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.records import Group, SampleId, SamplingMask, ToolResult, Turn, UserError
+from flowtrain.records import Group, Rollouts, SampleId, SamplingMask, ToolResult, Turn, UserError
 from flowtrain.replay.log import decode, encode
-from flowtrain.trainer.records import Rollouts
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)
 FLOATS = st.floats(width=64)

@@ -24,7 +24,7 @@ from flowtrain.config.command import Interrupt
 from flowtrain.evaluation import nodes as evaluations
 from flowtrain.evaluation.evaluator import Part
 from flowtrain.evaluation.nodes import PoolEvaluations
-from flowtrain.records import Group, Outage, UserError, VersionSpan
+from flowtrain.records import Group, Outage, Rollouts, UserError, VersionSpan
 from flowtrain.rollouts import batch_source as feeds
 from flowtrain.rollouts import heartbeat as heartbeat_module
 from flowtrain.rollouts.batch_source import BatchSource, connect, versions
@@ -45,7 +45,6 @@ from flowtrain.rollouts.heartbeat import Heartbeat
 from flowtrain.rollouts.ledger import Ledger
 from flowtrain.rollouts.service import Service
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.records import Rollouts
 from tests.rollouts.fake_groups import TASKS, group, joined, lease, ledger, planner, push, turn
 
 ALONE = World(0, 1, torch.device("cpu"))

@@ -19,6 +19,7 @@ from flowtrain.tools import Parameter, Tool, ToolCard, run_tool, schema_of
 from flowtrain.tools.registry import make_tools
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.setup.placement import Placement
 from tests.packages import check_shown
 
 ABOUT_N = "'Does it.\\n\\nArgs:\\n    n: how often.'"
@@ -216,11 +217,11 @@ def test_a_run_takes_a_tool_of_a_file() -> None:
         "run": {"threads": 1},
     }
     world = World(0, 1, torch.device("cpu"))
-    components = RunComponents.prepare(toy(values), world)
+    components = RunComponents.prepare(toy(values), Placement.colocated(world))
     try:
         assert components.config.agent.tools == asked
         assert tuple(components.tools) == ("Search", "convert")
-        agent = components.make_agent(components.make_no_engines(), 2)
+        agent = components.make_agent(components.make_policy_engines({}, ()), 2)
         assert agent.planner.tool_names == ("Search", "convert")
         card = components.tools["convert"].card
         given = '{"length": 2, "unit": "km", "to": "mile"}'

@@ -19,6 +19,7 @@ from flowtrain.records import Task, UserError
 from flowtrain.tools.registry import make_tools
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.setup.placement import Placement
 from flowtrain.utils.event_loop import run_to_end
 from tests.agents.chat_templates import styled
 
@@ -60,10 +61,12 @@ def test_the_agent_tools_calls_one(tmp_path: Path) -> None:
 
 def test_a_run_names_every_tool_that_it_uses(tmp_path: Path) -> None:
     config = toy(options(tmp_path, "good"))
-    components = RunComponents.prepare(config, World(0, 1, torch.device("cpu")))
+    components = RunComponents.prepare(
+        config, Placement.colocated(World(0, 1, torch.device("cpu")))
+    )
     try:
         assert tuple(components.tools) == ("Search", "hand.echo")
-        agent = components.make_agent(components.make_no_engines(), 2)
+        agent = components.make_agent(components.make_policy_engines({}, ()), 2)
         assert agent.planner.tool_names == ("Search", "hand.echo")
     finally:
         components.close()
@@ -76,6 +79,6 @@ def test_a_server_that_may_change_the_world_cannot_be_rewound(tmp_path: Path) ->
         world = World(0, 1, torch.device("cpu"))
         if is_refused:
             with pytest.raises(UserError, match=r"rewinds rollouts; 'hand\.echo'"):
-                RunComponents.prepare(config, world)
+                RunComponents.prepare(config, Placement.colocated(world))
         else:
-            RunComponents.prepare(config, world).close()
+            RunComponents.prepare(config, Placement.colocated(world)).close()

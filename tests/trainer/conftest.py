@@ -9,8 +9,8 @@ import pytest
 import torch
 from flowkernels import LossSpec
 
-from flowtrain.trainer import lm_head
 from flowtrain.trainer.distributed import World
+from flowtrain.trainer.loss import equip
 from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.trainer import OptimSpec, Trainer
 
@@ -34,7 +34,7 @@ def make_trainer(tiny_path: str, alone: World) -> Callable[..., Trainer]:
         **optim: Any,
     ) -> Trainer:
         model = models.load_model(tiny_path, torch.float64)
-        lm_head.equip(model)
+        equip(model)
         return Trainer(
             model,
             alone,

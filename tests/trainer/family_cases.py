@@ -27,11 +27,10 @@ from flowtrain.records import Sample
 from flowtrain.trainer.attention import registration as attention
 from flowtrain.trainer.attention.registration import RECURRENT as RECURRENT_KIND
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.lm_head import equip
+from flowtrain.trainer.loss import equip, row_loss
 from flowtrain.trainer.model import delta_net
 from flowtrain.trainer.model.fused_layers import fuse_layers
 from flowtrain.trainer.packing import PackedRow
-from flowtrain.trainer.row_loss import row_loss
 from flowtrain.trainer.step_metrics import StepMetrics
 from flowtrain.trainer.trainer import OptimSpec, Trainer
 

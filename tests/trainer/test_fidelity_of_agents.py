@@ -30,7 +30,7 @@ from flowtrain.agents.base import AgentContext
 from flowtrain.agents.collect import collect
 from flowtrain.agents.registry import load_kind
 from flowtrain.records import (
-    Completion,
+    Call,
     FinishReason,
     Group,
     PolicyName,
@@ -98,7 +98,7 @@ class ScoringEngine:
     version: int = 0
     max_tokens: int = 900
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Call:
         rng = random.Random(sampling.seed)
         ids = (*self.in_other_tokens(rng.choice(self.replies), rng), self.tokenizer.eos_token_id)
         ids = ids[: sampling.max_new_tokens]
@@ -108,7 +108,8 @@ class ScoringEngine:
         reason = (
             FinishReason.STOP if ids[-1] == self.tokenizer.eos_token_id else FinishReason.LENGTH
         )
-        return Completion(ids, tuple(found.tolist()), (VersionSpan(0, len(ids), 0),), reason)
+        spans = (VersionSpan(0, len(ids), 0),)
+        return Call(tuple(prompt_ids), ids, tuple(found.tolist()), spans, reason)
 
     def in_other_tokens(self, text: str, rng: random.Random) -> tuple[int, ...]:
         """Encode a text piece by piece, where the tokenizer would have taken larger tokens."""

@@ -26,9 +26,9 @@ from flowtrain.trainer.attention.flex import BLOCK, FlexTree, padded
 from flowtrain.trainer.attention.forest import Forest
 from flowtrain.trainer.attention.registration import forest_attention, name_of, structure_of
 from flowtrain.trainer.distributed import World
+from flowtrain.trainer.loss import forward_rows
 from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.packing import pack_row
-from flowtrain.trainer.row_loss import forward_rows
 
 FORESTS = {
     "one chain": torch.full((4 * BLOCK,), 4 * BLOCK),

@@ -16,8 +16,8 @@ from flowkernels import LossSpec
 from gradients import FULL_LOSS, TOLERANCE, Plain, distance, gradient_of, reference_of
 
 from flowtrain.inference.torch_engine import TorchEngine
-from flowtrain.records import Completion, Sample, Sampling, SamplingMask
-from flowtrain.trainer.lm_head import fused_head
+from flowtrain.records import Call, Sample, Sampling, SamplingMask
+from flowtrain.trainer.loss import fused_head
 from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.packing import empty_row, pack_row, pack_rows
 from flowtrain.trainer.trainer import Trainer
@@ -126,15 +126,12 @@ def test_the_trainer_computes_the_logprobs_of_the_torch_engine(
         (p, replace(free if i % 4 == 3 else bounded, seed=i)) for i, p in enumerate(PROMPTS * 3)
     ]
 
-    async def sample() -> list[Completion]:
+    async def sample() -> list[Call]:
         return await asyncio.gather(*(engine.generate(*request) for request in requests))
 
     done = asyncio.run(sample())
     assert [c.sampling_mask is None for c in done] == [i % 4 == 3 for i in range(12)]
-    samples = [
-        Sample(p, c.ids, c.logprobs, (1.0,) * 12, (1.0,) * 12, sampling_mask=c.sampling_mask)
-        for (p, _), c in zip(requests, done, strict=True)
-    ]
+    samples = [Sample.of(call) for call in done]
     counts = [
         count for s in samples if s.sampling_mask is not None for count in s.sampling_mask.counts
     ]

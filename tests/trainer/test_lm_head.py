@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from batches import random_samples
@@ -10,12 +12,11 @@ from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from flowtrain.records import Sample
-from flowtrain.trainer import lm_head
-from flowtrain.trainer import row_loss as losses
+from flowtrain.trainer import loss as losses
 from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.loss import forward_rows, row_loss, score_row
 from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.packing import pack_row
-from flowtrain.trainer.row_loss import forward_rows, row_loss, score_row
 
 SPECS = [
     LossSpec(),
@@ -43,10 +44,10 @@ def test_the_loss_within_the_model_is_the_loss_of_its_logits(
         model.zero_grad()
         return out.loss.detach(), out.stats, gradients
 
-    assert lm_head.fused_head(model) is None
+    assert losses.fused_head(model) is None
     logits_loss, logits_stats, logits_gradients = take()
-    lm_head.equip(model)
-    assert lm_head.fused_head(model) is not None
+    losses.equip(model)
+    assert losses.fused_head(model) is not None
     loss, stats, gradients = take()
     torch.testing.assert_close(loss, logits_loss, rtol=1e-6, atol=1e-7)
     found = {k: v.tolist() for k, v in stats.items()}
@@ -60,7 +61,7 @@ def test_scores_within_the_model_are_those_of_its_logits(model: PreTrainedModel)
     row = pack_row(random_samples(6))
     with torch.no_grad():
         plain = score_row(model, row, 0.7)
-        lm_head.equip(model)
+        losses.equip(model)
         scored = score_row(model, row, 0.7)
     torch.testing.assert_close(scored.logprob_T, plain.logprob_T, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(scored.entropy_T, plain.entropy_T, rtol=1e-6, atol=1e-6)
@@ -69,22 +70,22 @@ def test_scores_within_the_model_are_those_of_its_logits(model: PreTrainedModel)
 def test_without_a_task_the_layer_gives_logits(model: PreTrainedModel) -> None:
     row = pack_row(random_samples(3))
     before, names = forward_rows(model, row), list(model.state_dict())
-    lm_head.equip(model)
+    losses.equip(model)
     assert torch.equal(forward_rows(model, row), before)
     assert list(model.state_dict()) == names
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def test_a_task_that_fails_leaves_the_layer_as_it_was(model: PreTrainedModel) -> None:
-    lm_head.equip(model)
-    layer, row = lm_head.fused_head(model), pack_row(random_samples(2))
+    losses.equip(model)
+    layer, row = losses.fused_head(model), pack_row(random_samples(2))
     assert layer is not None
 
-    def fail(*_: object) -> torch.Tensor:
+    def fail(*_: object, **__: object) -> Any:
         raise KeyError("inside")
 
     with pytest.raises(KeyError, match="inside"):
-        lm_head.run_head(model, layer, row, fail)
+        losses.compute(model, row, fail)
     assert layer.head_fn is None
 
 
@@ -96,12 +97,12 @@ def test_a_model_that_changes_its_logits_afterwards_keeps_its_layer() -> None:
     )  # fmt: skip
     config._attn_implementation = attention.NAME
     capped = Gemma2ForCausalLM._from_config(config, attn_implementation=attention.NAME)
-    lm_head.equip(capped)
-    assert lm_head.fused_head(capped) is None and type(capped.get_output_embeddings()) is nn.Linear
+    losses.equip(capped)
+    assert losses.fused_head(capped) is None and type(capped.get_output_embeddings()) is nn.Linear
     config.final_logit_softcapping = None
     plain = Gemma2ForCausalLM._from_config(config, attn_implementation=attention.NAME)
-    lm_head.equip(plain)
-    assert lm_head.fused_head(plain) is not None
+    losses.equip(plain)
+    assert losses.fused_head(plain) is not None
 
 
 @pytest.mark.parametrize(
@@ -130,8 +131,8 @@ def test_the_host_counts_targets_only_where_some_may_have_no_weight(
         raise InterruptedError
 
     monkeypatch.setattr(losses, "linear_policy_loss", stop)
-    monkeypatch.setattr(losses, "run_head", lambda *args: args[-1](None, None, None))
-    lm_head.equip(model)
+    monkeypatch.setattr(losses, "compute", lambda model, row, loss: loss(None, None))
+    losses.equip(model)
     row = row.to(torch.device(device))
     with pytest.raises(InterruptedError):
         row_loss(model, row, spec, 1.0, 1.0)

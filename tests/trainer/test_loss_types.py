@@ -13,8 +13,8 @@ from flowkernels import LossSpec
 from torch import Tensor
 
 from flowtrain.records import Sample
+from flowtrain.trainer.loss import forward_rows
 from flowtrain.trainer.packing import PackedRow, pack_row, pack_rows
-from flowtrain.trainer.row_loss import forward_rows
 from flowtrain.trainer.step_metrics import StepMetrics
 from flowtrain.trainer.trainer import Trainer
 

@@ -19,9 +19,9 @@ from gradients import TOLERANCE, distance, gradient_of, reference_of
 from torch import Tensor
 
 from flowtrain.records import Sample, SampleId
+from flowtrain.trainer.loss import forward_rows
 from flowtrain.trainer.minibatch_factor import MinibatchFactor
 from flowtrain.trainer.packing import pack_row, pack_rows
-from flowtrain.trainer.row_loss import forward_rows
 from flowtrain.trainer.trainer import Trainer
 
 MakeTrainer = Callable[..., Trainer]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flowtrain.records import Sample, SampleId, TrainBatch
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.minibatches import split_by_size
+from flowtrain.trainer.minibatches import complete
 from flowtrain.trainer.packing import pack
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -43,7 +43,7 @@ IDS = st.builds(SampleId, st.integers(0, 9), st.integers(0, 3), st.integers(0, 3
 def test_every_sample_gets_a_step_of_bounded_size_whatever_the_ranks(
     ids: list[SampleId], size: int, num_ranks: int
 ) -> None:
-    whole = split_by_size(TrainBatch(samples_of(ids)), size, ALONE)
+    whole = complete(TrainBatch(samples_of(ids)), 0, size, {}, ALONE)
     num_minibatches = whole.num_minibatches
     place_of = {s.sample_id: s.minibatch for s in whole.samples}
     counts = [list(place_of.values()).count(number) for number in range(num_minibatches)]
@@ -54,7 +54,7 @@ def test_every_sample_gets_a_step_of_bounded_size_whatever_the_ranks(
     said = tuple(json.dumps(share) for share in shares)
     for rank, share in enumerate(shares):
         world = OneOfRanks(rank, num_ranks, torch.device("cpu"), said=said)
-        batch = split_by_size(TrainBatch(samples_of(share), 3), size, world)
+        batch = complete(TrainBatch(samples_of(share), 3), 0, size, {}, world)
         assert batch.num_minibatches == num_minibatches and batch.num_groups_dropped == 3
         assert [s.minibatch for s in batch.samples] == [place_of[i] for i in share]
 
@@ -70,9 +70,8 @@ def test_weights_move_as_with_as_many_minibatches(
         replace(sample, sample_id=i, minibatch=i.group * num_minibatches // 4)
         for sample, i in zip(random_samples(12, seed=3), ids, strict=True)
     ]
-    by_size = split_by_size(
-        TrainBatch(tuple(replace(s, minibatch=0) for s in samples)), 12 // num_minibatches, ALONE
-    )
+    unsplit = TrainBatch(tuple(replace(s, minibatch=0) for s in samples))
+    by_size = complete(unsplit, 0, 12 // num_minibatches, {}, ALONE)
     assert by_size.num_minibatches == num_minibatches and list(by_size.samples) == samples
     one, other = make_trainer(), make_trainer()
     stats = one.step(pack(samples, num_minibatches, 30))

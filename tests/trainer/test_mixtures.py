@@ -26,16 +26,16 @@ from flowtrain.config import Lora
 from flowtrain.inference.torch_engine import TorchEngine
 from flowtrain.records import Routes, Sample, UserError
 from flowtrain.records.checks import routes_problem
-from flowtrain.trainer import lm_head, sharding
+from flowtrain.trainer import sharding
 from flowtrain.trainer.attention import registration as attention
 from flowtrain.trainer.attention.flex import padded
 from flowtrain.trainer.cost import ForwardCost
 from flowtrain.trainer.distributed import World
+from flowtrain.trainer.loss import equip, row_loss, score_row
 from flowtrain.trainer.model import experts
 from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.model.lora import add_adapter
 from flowtrain.trainer.packing import PackedRow, pack_row, pack_rows
-from flowtrain.trainer.row_loss import row_loss, score_row
 from flowtrain.trainer.setup import memory_plan
 from flowtrain.trainer.setup.memory_plan import activations
 from flowtrain.trainer.trainer import OptimSpec, Trainer
@@ -79,7 +79,7 @@ def trained(config: PreTrainedConfig) -> PreTrainedModel:
     """The model as it is trained, with attention over trees, and routers that replay."""
     model = _biased(build(config))
     model.set_attn_implementation(attention.NAME)
-    lm_head.equip(model)
+    equip(model)
     experts.equip(model)
     return model.train()
 

@@ -26,6 +26,7 @@ from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.model.check import check_config, load_config
 from flowtrain.trainer.setup import memory_plan
 from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.setup.placement import Placement
 
 ROOT = Path(__file__).resolve().parents[2]
 HARMLESS = ("GenerationConfig", "PeftConfig", "PeftModel")
@@ -163,7 +164,7 @@ def test_a_run_is_refused(experts: str) -> None:
         {"model": {"path": experts}, "tasks": {"name": "file", "path": str(questions)}}
     )
     with pytest.raises(UserError, match="is a mixture of experts"):
-        RunComponents.prepare(config, World(0, 1, torch.device("cpu")))
+        RunComponents.prepare(config, Placement.colocated(World(0, 1, torch.device("cpu"))))
 
 
 def test_a_model_without_a_tokenizer_is_refused(tiny_path: str, tmp_path: Path) -> None:

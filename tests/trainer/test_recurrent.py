@@ -38,12 +38,12 @@ from flowtrain.trainer.attention.flex import padded
 from flowtrain.trainer.attention.registration import NAME, structure_of
 from flowtrain.trainer.cost import ForwardCost
 from flowtrain.trainer.distributed import World
+from flowtrain.trainer.loss import score_row
 from flowtrain.trainer.model import delta_net
 from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.model.check import check_config
 from flowtrain.trainer.model.delta_net import DeltaTree
 from flowtrain.trainer.packing import pack_row, pack_rows
-from flowtrain.trainer.row_loss import score_row
 from flowtrain.trainer.setup import memory_plan
 from flowtrain.trainer.setup.memory_plan import activations
 from flowtrain.trainer.toy import new_model

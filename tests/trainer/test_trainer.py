@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flowtrain.records import Sample, UserError
 from flowtrain.trainer import sharding
 from flowtrain.trainer.distributed import World
+from flowtrain.trainer.loss import forward_rows
 from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.packing import pack_row, pack_rows
-from flowtrain.trainer.row_loss import forward_rows
 from flowtrain.trainer.step_metrics import StepMetrics
 from flowtrain.trainer.trainer import OptimSpec, Trainer
 

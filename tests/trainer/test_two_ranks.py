@@ -192,8 +192,8 @@ class Ranks:
         if not num_samplers:
             return cls(world, world, world, cost)
         ranks = range(world.size)
-        trainers = world.part(ranks[:-num_samplers])
-        return cls(world, trainers, world.part(ranks[-num_samplers:]), cost)
+        trainers = world.subworld(ranks[:-num_samplers])
+        return cls(world, trainers, world.subworld(ranks[-num_samplers:]), cost)
 
     def rows_of(self, step: int) -> list[list[PackedRow]]:
         """The rows that this rank sampled."""

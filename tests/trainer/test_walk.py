@@ -31,7 +31,7 @@ from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.model.lora import add_adapter
 from flowtrain.trainer.packing import pack_row
 from flowtrain.trainer.trainer import OptimSpec, Trainer
-from flowtrain.trainer.walk import Kind, passes, schedule
+from flowtrain.trainer.walk import Kind, _common, passes
 from tests.trainer.test_tree_gradient import GROUPS, make_samples
 
 
@@ -144,6 +144,6 @@ def test_any_way_to_hold_the_model(
 
 def test_ranks_meet_in_every_pass() -> None:
     once, walked = [True] * 3, [False, False, True, True, True]
-    assert schedule([once, walked, once]) == [True] * 3 + [False, False, True, True, True]
-    assert schedule([walked, walked]) == walked
-    assert schedule([[], walked]) == walked
+    assert _common([once, walked, once]) == [True] * 3 + [False, False, True, True, True]
+    assert _common([walked, walked]) == walked
+    assert _common([[], walked]) == walked

@@ -38,7 +38,7 @@ WRONG = [
 def run(out: Path) -> None:
     """Keep the others waiting in every way, longer than the clock of training."""
     world = World.join("cpu", timeout_s=CLOCK_S)
-    pair = world.part([0, 1])
+    pair = world.subworld([0, 1])
     assert world.mesh.device_type == "cpu", "not that of an accelerator which nobody asked for"
     found: dict[str, object] = {}
     for name, late, wait in (

@@ -129,7 +129,7 @@ void try_case(Case& c, const Vec& mutated) {
     const int threads = 1 + int(below(8) == 0);
     Words words(c.old_words);
     words.shrink_to_fit();
-    if (attempt([&] { apply({{view, words.data(), words.size()}}, threads); })) {
+    if (attempt([&] { apply({Round{{view, words.data(), words.size()}}}, threads); })) {
         ++counts["applied"];
         const Info i = info(view);
         const Digest change = digest(words.data(), words.size(), i.first, 1) - digest(c.old_words.data(), words.size(), i.first, 1);
@@ -155,7 +155,7 @@ int main(int argc, char** argv) {
     while (cases < num_cases) {
         Case c = make_case();
         Words words(c.old_words);
-        flowtrain::apply({{{c.delta.data(), c.delta.size()}, words.data(), words.size()}}, 1);
+        flowtrain::apply({Round{{{c.delta.data(), c.delta.size()}, words.data(), words.size()}}}, 1);
         if (words != c.new_words) fail("an intact delta did not lead to its target");
         for (int i = 0; i < 20; ++i, ++cases) {
             Vec mutated = c.delta;

@@ -193,6 +193,9 @@ def test_composed_deltas_equal_direct_ones(
     assert np.array_equal(applied(delta, old, num_threads), new)
 
     more = delta_of(new, last, other_level, first)
+    words = old.copy()
+    _delta.apply_rounds([([delta], [words]), ([more], [words])], num_threads=num_threads)
+    assert np.array_equal(words, last)
     both = _delta.compose([delta, more], old, level=level, num_threads=num_threads)
     assert np.array_equal(both, delta_of(old, last, level, first))
     back = delta_of(new, old, level, first)

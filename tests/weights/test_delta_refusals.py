@@ -226,6 +226,13 @@ def test_overlapping_patches_are_refused() -> None:
     assert np.array_equal(words, NEW)
 
 
+def test_rounds_before_one_that_is_refused_are_undone() -> None:
+    words, delta = OLD.copy(), delta_of(OLD, NEW)
+    with pytest.raises(_delta.WrongBase):
+        _delta.apply_rounds([([delta], [words]), ([delta], [words])])
+    assert np.array_equal(words, OLD)
+
+
 # ---- composition
 
 

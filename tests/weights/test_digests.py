@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
-from flowtrain.weights.publish.digests import digests_of
+from flowtrain.weights.format.tensor_shards import digests_of
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from flowtrain.weights import Publisher, StoreError, WeightStore, pull
-from flowtrain.weights.format.files import open_delta, read_snapshot
-from flowtrain.weights.format.layout import TensorSpec
+from flowtrain.weights.format.files import read_delta, read_snapshot
+from flowtrain.weights.format.manifest import TensorSpec
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_file_that_is_no_delta_is_refused(
     )
     save_file({"w": tensor}, tmp_path / "x.safetensors", metadata=metadata)
     with pytest.raises(StoreError, match=message):
-        open_delta(tmp_path / "x.safetensors")
+        read_delta(tmp_path / "x.safetensors", {}, 0, 1)
 
 
 @pytest.mark.parametrize("first", ["{", "[]", "3", '{"w": "x"}', '{"w": null}', '{"v": 0}', None])

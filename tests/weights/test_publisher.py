@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -30,7 +31,7 @@ from flowtrain.weights import (
 )
 from flowtrain.weights.format.files import read_delta
 from flowtrain.weights.publish import publisher as module
-from flowtrain.weights.publish.baseline import DeviceBaseline, HostBaseline
+from flowtrain.weights.publish.baseline import Baseline
 from flowtrain.weights.stores import folder
 
 
@@ -248,19 +249,22 @@ def num_changed(old: Weights, new: Weights) -> int:
     return sum(int((old[n].view(torch.int16) != new[n].view(torch.int16)).sum()) for n in old)
 
 
-@pytest.fixture(params=[HostBaseline, DeviceBaseline])
+on_device = partial(Baseline, on_device=True)
+
+
+@pytest.fixture(params=[False, True], ids=["host", "device"])
 def encoded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the shards that are encoded, on the host or by the kernels of a device."""
     names: list[str] = []
     encode_all = module.encode_all
 
     def record(pairs: Any) -> Any:
-        assert all(isinstance(baseline, request.param) for baseline, _ in pairs)
+        assert all(baseline.on_device == request.param for baseline, _ in pairs)
         names.extend(shard.name for _, shard in pairs)
         return encode_all(pairs)
 
     monkeypatch.setattr(module, "encode_all", record)
-    monkeypatch.setattr(module, "make_baseline", request.param)
+    monkeypatch.setattr(module, "make_baseline", partial(Baseline, on_device=request.param))
     return names
 
 
@@ -368,11 +372,11 @@ def test_a_restart_with_anything_else_starts_with_a_snapshot(store: WeightStore,
 def test_changes_found_on_a_device_make_the_same_files(
     store: WeightStore, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_device = WeightStore(tmp_path / "device")
+    other = WeightStore(tmp_path / "device")
     files = []
-    for each in (store, on_device):
-        if each is on_device:
-            monkeypatch.setattr(module, "make_baseline", DeviceBaseline)
+    for each in (store, other):
+        if each is other:
+            monkeypatch.setattr(module, "make_baseline", on_device)
         publisher = Publisher(each)
         for version in range(1, 6):
             publisher.publish(chain(version), version)
@@ -391,7 +395,7 @@ def test_changes_found_on_a_device_make_the_same_files(
 def test_level_2_is_refused_on_a_device(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "make_baseline", DeviceBaseline)
+    monkeypatch.setattr(module, "make_baseline", on_device)
     publisher = Publisher(store, PublishOptions(level=2))
     with pytest.raises(ValueError, match="level=2 needs the weights on the CPU"):
         publisher.publish(chain(1), 1)
@@ -401,7 +405,7 @@ def test_words_kept_on_the_host_are_encoded_there_wherever_the_weights_are(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Level 2 shows it: weights on a device refuse that."""
-    monkeypatch.setattr(module, "make_baseline", DeviceBaseline)
+    monkeypatch.setattr(module, "make_baseline", on_device)
     publisher = Publisher(store, PublishOptions(level=2, on_host=True))
     for version in (1, 2):
         publisher.publish(chain(version), version)

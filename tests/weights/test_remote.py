@@ -19,7 +19,7 @@ from http_stores import LAST, TOKEN, Answer, Misbehaving, same, weights_at
 from flowtrain.records import UserError
 from flowtrain.weights import RemoteStore, StoreError, WeightReader, WeightStore, open_source, pull
 from flowtrain.weights.format.manifest import File
-from flowtrain.weights.stores import http, remote, timed_http
+from flowtrain.weights.stores import http, remote
 
 pytest_plugins = ("http_stores",)
 pytestmark = pytest.mark.usefixtures("clean_environment")
@@ -389,8 +389,8 @@ def test_a_slow_answer_is_cut(
     server: Misbehaving, file: File, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the clock of the whole answer, which runs fast here; the socket keeps its 30 s."""
-    fast = SimpleNamespace(monotonic=lambda: 100 * time.monotonic())
-    monkeypatch.setattr(timed_http, "time", fast)
+    fast = SimpleNamespace(monotonic=lambda: 100 * time.monotonic(), sleep=time.sleep)
+    monkeypatch.setattr(http, "time", fast)
     server.answers[file.name] = [drip, drip]
     with refused(r"slower than 16 KiB per second.*, 2 times"):
         hs.remote(server.url, tmp_path, retries=1, timeout_s=30).fetch(0, file)

@@ -22,9 +22,9 @@ from vllm_in_process import SMALL, change, engines, in_process
 from flowtrain.inference.vllm import layouts
 from flowtrain.records import Sampling, UserError
 from flowtrain.trainer.attention import registration as attention
+from flowtrain.trainer.loss import score_row
 from flowtrain.trainer.model import delta_net, experts
 from flowtrain.trainer.packing import pack_rows
-from flowtrain.trainer.row_loss import score_row
 from flowtrain.weights import Publisher, WeightStore
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]

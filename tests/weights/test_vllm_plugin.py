@@ -61,7 +61,7 @@ from flowtrain.weights import (
     WeightStore,
     pull,
 )
-from flowtrain.weights.format.layout import digest_hex
+from flowtrain.weights.format.manifest import digest_hex
 from flowtrain.weights.load.target import HostTensors
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -349,7 +349,7 @@ def test_an_exception_in_the_middle_leaves_the_old_version(
         raise MemoryError("no memory for the update")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_delta, "apply", fail)
+        patch.setattr(_delta, "apply_rounds", fail)
         with pytest.raises(MemoryError, match="no memory for the update"):
             engine.update(version)
     assert engine.holds(store, version - 1) and engine.greedy(version - 1) == before

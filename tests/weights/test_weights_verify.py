@@ -13,7 +13,7 @@ from http_stores import Run, add_snapshot, delta_path, flip, reseal, rewrite, we
 
 from flowtrain import _delta
 from flowtrain.weights import WeightStore
-from flowtrain.weights.format.files import open_delta, write_delta
+from flowtrain.weights.format.files import read_delta, write_delta
 from flowtrain.weights.format.tensor_shards import u16_view
 
 pytest_plugins = ("http_stores",)
@@ -22,7 +22,7 @@ pytest_plugins = ("http_stores",)
 @pytest.mark.parametrize("level", [1, 2])
 def test_verify_a_good_store(run: Run, tmp_path: Path, level: int) -> None:
     store = hs.fill(tmp_path / "weights", level)
-    _, blobs = open_delta(delta_path(store, 4, 5))
+    blobs = read_delta(delta_path(store, 4, 5), store.manifest(5).layout, 4, 5)
     assert {_delta.info(blob)["level"] for blob in blobs.values()} == {level}
     num_bytes = sum(path.stat().st_size for path in store.root.glob("v*/*.safetensors"))
     code, out, err = run("verify", store.root, "--all", "--threads", 2)
@@ -78,7 +78,7 @@ def test_verify_names_a_damaged_file(run: Run, copied: WeightStore, name: str, k
 def test_verify_looks_into_deltas(run: Run, copied: WeightStore) -> None:
     """Checksums that fit do not make a delta right."""
     path, version = delta_path(copied, 2, 3), copied.manifest(3)
-    _, blobs = open_delta(path)
+    blobs = read_delta(path, version.layout, 2, 3)
     layer = blobs["layer.weight"]
     old = u16_view(weights_at(2)["layer.weight"]).copy()
     another, damaged = old.copy(), layer.copy()

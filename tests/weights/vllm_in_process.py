@@ -17,7 +17,7 @@ from flowtrain.inference.requests import kept_sets
 from flowtrain.inference.vllm.process import sampling_args
 from flowtrain.records import Sample, Sampling, SamplingMask
 from flowtrain.weights import WeightStore
-from flowtrain.weights.format.layout import digest_hex
+from flowtrain.weights.format.manifest import digest_hex
 
 PROMPTS = ([1, 2, 3, 4, 5], [200, 17, 60], [9] * 20)
 NUM_TOKENS = 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from flowtrain import config as cfg
@@ -41,8 +42,11 @@ def make_policy(
     engine: Engine,
     tokenizer: ChatTokenizer,
     temperature: float | None = None,
+    sampled: Counter[PolicyName] | None = None,
 ) -> Policy:
-    """Make a policy as agents see it; `temperature` None takes the config's."""
+    """Make a policy as agents see it; `temperature` None takes the config's, and its tokens are
+    counted in `sampled`.
+    """
     check_room(config, name, engine.max_tokens)
     max_new_tokens, own_temperature = config.sampling_of(name)
     rollout = config.rollout
@@ -55,6 +59,8 @@ def make_policy(
         top_k=most_kept(config),
         top_p=rollout.top_p,
         frequency_penalty=rollout.frequency_penalty,
+        name=name,
+        sampled=Counter() if sampled is None else sampled,
     )
 
 

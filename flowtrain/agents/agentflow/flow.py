@@ -26,7 +26,7 @@ from flowtrain.agents.agentflow.planner import Plan, Planner
 from flowtrain.agents.agentflow.refiner import Refiner
 from flowtrain.agents.agentflow.verifier import Verifier
 from flowtrain.agents.deadlines import Cutoff, Deadline, TurnsEnded
-from flowtrain.agents.policy import Moment, PromptTooLong, ResponsePrefix
+from flowtrain.agents.policy import Moment, PromptTooLong, opening
 from flowtrain.inference.protocol import EngineError
 from flowtrain.records import BranchStart, Call, PolicyName, Task, Trajectory, Turn, Verdict
 from flowtrain.tasks.sub_goals import Hints
@@ -67,7 +67,7 @@ class _Rollout:
     shown: Memory = field(default_factory=Memory)
     """The memory within its budget, which the modules read."""
     turns: list[Turn] = field(default_factory=list)
-    prefix: ResponsePrefix | None = None
+    prefix: Call | None = None
     """The beginning of a branch's first turn."""
     hint_turn: int | None = None
 
@@ -108,7 +108,7 @@ class Flow:
             rollout.turns = list(parent.turns[: point.turn])
             rollout.memory = self._memory_before(parent, point.turn)
             rollout.shown = rollout.budget.bounded(rollout.memory)
-            rollout.prefix = ResponsePrefix.of(parent.turns[point.turn], point.token)
+            rollout.prefix = opening(parent.turns[point.turn].call, point.token)
         truncated, answer, error = "", Answer(""), ""
         try:
             truncated = await self._turns(rollout, cutoff or Cutoff())

@@ -12,7 +12,7 @@ from flowtrain.agents.agentflow.commands import json_object
 from flowtrain.agents.agentflow.memory import Memory
 from flowtrain.agents.agentflow.prompts import PlannerPrompt
 from flowtrain.agents.agentflow.voices import Voice
-from flowtrain.agents.policy import Moment, Policy, ResponsePrefix
+from flowtrain.agents.policy import Moment, Policy
 from flowtrain.records import Action, Call, Task
 from flowtrain.utils.seeds import derive_seed
 
@@ -40,7 +40,7 @@ class Planner(Protocol):
     def measure(self, memory: Memory) -> int:
         """Return the number of tokens that the steps of the memory take in the prompt."""
 
-    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def resume(self, prefix: Call, turn: int, seed: int, deadline_s: float) -> Plan:
         """Complete the response at which a branch leaves its parent."""
         raise AssertionError("nobody branches from this planner")
 
@@ -66,7 +66,7 @@ class ModelPlanner(Planner):
             )
         )
 
-    async def resume(self, prefix: ResponsePrefix, turn: int, seed: int, deadline_s: float) -> Plan:
+    async def resume(self, prefix: Call, turn: int, seed: int, deadline_s: float) -> Plan:
         assert isinstance(self.voice, Policy), "nobody branches from another"
         return self._read(
             await self.voice.sample(

@@ -19,10 +19,10 @@ from typing import TypeVar
 
 from flowtrain.config import Vllm
 from flowtrain.inference.protocol import EngineError
-from flowtrain.inference.requests import Decodes, check_request, completion
+from flowtrain.inference.requests import Decodes, answer, check_request
 from flowtrain.inference.vllm.process import VllmModel, check_installed
 from flowtrain.inference.vllm.runner import LOAD_S, AsyncLLMRunner, EngineDied
-from flowtrain.records import Completion, FinishReason, Sample, Sampling
+from flowtrain.records import Call, FinishReason, Sample, Sampling
 from flowtrain.utils.errors import on_failure
 from flowtrain.utils.threads import Ended, background, within
 
@@ -154,7 +154,7 @@ class VllmEngine:
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, policy: str = ""
-    ) -> Completion:
+    ) -> Call:
         """Raises UserError for a request that `check_request` refuses, EngineError when vLLM died
         over it twice.
         """
@@ -168,7 +168,7 @@ class VllmEngine:
             )
         except TimeoutError:
             labels = [(self.version_of(policy), 0)]
-            return completion((), (), labels=labels, reason=FinishReason.DEADLINE)
+            return answer(prompt_ids, (), (), labels=labels, reason=FinishReason.DEADLINE)
 
     async def score(
         self, samples: Sequence[Sample], temperature: float, policy: str = ""
@@ -238,7 +238,7 @@ class AdapterEngine:
     def max_tokens(self) -> int:
         return self.shared.max_tokens
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Call:
         return await self.shared.generate(prompt_ids, sampling, self.policy)
 
     async def score(

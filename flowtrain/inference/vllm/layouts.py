@@ -52,7 +52,7 @@ def refuse_rearranged(model: nn.Module) -> None:
         )
     for name in _rearranged[model]:
         raise UserError(f"sparse_delta does not support {name!r}: vLLM rearranges it after loading")
-    places = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    places = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     for name, module in model.named_modules():
         sinks = getattr(getattr(module, "impl", None), "sinks", None)
         if sinks is not None and sinks.untyped_storage().data_ptr() not in places:
@@ -125,4 +125,4 @@ def _contents(model: nn.Module) -> dict[str, object]:
             return tensor.dtype, tensor.shape
         return tensor.dtype, tensor.shape, digest_of(tensor.detach().contiguous().view(-1))
 
-    return {name: content(each) for name, each in model.named_parameters(remove_duplicate=False)}
+    return {name: content(x) for name, x in model.named_parameters(remove_duplicate=False)}

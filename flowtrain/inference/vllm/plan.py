@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flowtrain.inference.vllm.sharded_target import LoadPlan, RegionDigests, sum_regions
-from flowtrain.weights.format.layout import Digest, Layout
+from flowtrain.weights.format.manifest import Digest, Layout
 from flowtrain.weights.format.tensor_shards import digest_of
-from flowtrain.weights.load.strided_view import StridedView
-from flowtrain.weights.ranks import Ranks, gather, together
+from flowtrain.weights.load.target import StridedView
+from flowtrain.weights.ranks import Ranks, gather, on_all_ranks
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 """`load_weights` of a model."""
@@ -118,10 +118,10 @@ def make_plan(layout: Layout, load: Load, tensors: Iterable[Tensor], ranks: Rank
                 )
         return watches
 
-    watches = together(ranks, watch_all)
+    watches = on_all_ranks(ranks, watch_all)
     dense: dict[str, str] = {}
-    own = {name: watch.obstacle for name, watch in watches.items() if watch.obstacle}
-    for obstacles in gather(ranks, own):
+    obstacles_here = {name: watch.obstacle for name, watch in watches.items() if watch.obstacle}
+    for obstacles in gather(ranks, obstacles_here):
         dense |= obstacles
     views = {
         name: _joined(
@@ -139,13 +139,13 @@ def make_plan(layout: Layout, load: Load, tensors: Iterable[Tensor], ranks: Rank
 
 def memories_of(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     """Return each storage once, as flat 16-bit words, by its address."""
-    found = {}
+    memories = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.nbytes() >= 2:
             words = torch.empty(0, dtype=torch.int16, device=tensor.device)
-            found[storage.data_ptr()] = words.set_(storage, 0, (storage.nbytes() // 2,), (1,))
-    return found
+            memories[storage.data_ptr()] = words.set_(storage, 0, (storage.nbytes() // 2,), (1,))
+    return memories
 
 
 @torch.no_grad()
@@ -160,10 +160,10 @@ def prove(plan: LoadPlan, load: Load, tensors: Iterable[Tensor], ranks: Ranks) -
         ValueError: the plan is wrong for a tensor; the message names it.
     """
     proof = _Proof(plan, load, memories_of(tensors))
-    together(ranks, proof.run)
+    on_all_ranks(ranks, proof.run)
     lost = {
         name: "the ranks together do not hold each of its words once"
-        for name, digest in sum_regions(gather(ranks, proof.own)).items()
+        for name, digest in sum_regions(gather(ranks, proof.held)).items()
         if digest != proof.whole[name]
     }
     for problems in gather(ranks, lost | proof.wrong):
@@ -177,7 +177,7 @@ class _Proof:
     """Loads patterns on this rank, and notes what is not where it should be."""
 
     def __init__(self, plan: LoadPlan, load: Load, memories: Mapping[int, Tensor]) -> None:
-        self.own: RegionDigests = []
+        self.held: RegionDigests = []
         self.whole: dict[str, Digest] = {}
         """Digests of the patterns."""
         self.wrong: dict[str, str] = {}
@@ -206,7 +206,7 @@ class _Proof:
                     self._blame(name, names)
                     return
         for name in names:
-            self.own.extend((name, view.region, view.digest(1)) for view in self._plan.views[name])
+            self.held.extend((name, view.region, view.digest(1)) for view in self._plan.views[name])
 
     def _blame(self, victim: str, names: Sequence[str]) -> None:
         """Note whose plan is wrong where the words of `victim` are."""
@@ -315,12 +315,12 @@ def _joined(views: list[StridedView]) -> list[StridedView]:
     views = sorted(views, key=lambda view: view.first)
     one, two = views[:2]
     step, to_step = two.first - one.first, two.to_first - one.to_first
-    found = [(v.first, v.to_first, v.sizes, v.strides, v.to_strides) for v in views]
+    places = [(v.first, v.to_first, v.sizes, v.strides, v.to_strides) for v in views]
     form = one.sizes, one.strides, one.to_strides
-    even = [(one.first + i * step, one.to_first + i * to_step, *form) for i in range(len(views))]
+    grid = [(one.first + i * step, one.to_first + i * to_step, *form) for i in range(len(views))]
     dims = list(zip(*form, strict=True))
     is_apart = step > sum((n - 1) * stride for n, stride, _ in dims) and to_step > 0
-    if found != even or not is_apart or any(view.memory is not one.memory for view in views):
+    if places != grid or not is_apart or any(view.memory is not one.memory for view in views):
         return views
     return [_view(one.memory, one.first, one.to_first, [(len(views), step, to_step), *dims])]
 

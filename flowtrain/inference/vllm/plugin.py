@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -57,10 +57,10 @@ from flowtrain.inference.vllm.sharded_target import LoadPlan, ShardedTarget
 from flowtrain.records import UserError
 from flowtrain.utils.errors import text_of
 from flowtrain.utils.net.serving import TOKEN_VARIABLE
-from flowtrain.weights.format.layout import Digest, add, digest_hex
+from flowtrain.weights.format.manifest import Digest, add, digest_hex
 from flowtrain.weights.load.reader import Loaded, WeightReader
 from flowtrain.weights.load.target import HostTensors, Target
-from flowtrain.weights.ranks import Alone, Ranks, together
+from flowtrain.weights.ranks import Ranks, SingleRank, on_all_ranks
 from flowtrain.weights.stores.remote import open_source
 
 BACKEND = "sparse_delta"
@@ -123,8 +123,6 @@ class InitInfo(WeightTransferInitInfo):
     """Folder or URL of the store."""
     verify_every: int = 0
     """Updates between two comparisons of all words with the digests of the version; 0: never."""
-    token: str = field(default="", repr=False)
-    """Token of a URL that needs one; empty: that of the environment."""
 
 
 @dataclass
@@ -174,14 +172,14 @@ class SparseDeltaEngine(WeightTransferEngine):
                 f"location={init_info.location!r} must be the folder or the URL of a weight store"
             )
         cache = TemporaryDirectory(prefix="flowtrain-weights-")
-        token = init_info.token or os.environ.get(TOKEN_VARIABLE, "")
+        token = os.environ.get(TOKEN_VARIABLE, "")
         source = open_source(init_info.location, Path(cache.name), token)
         refuse_unsupported(self.model, self.vllm_config)
         tp, pp = get_tp_group(), get_pp_group()
         size = tp.world_size * pp.world_size
         rank = pp.rank_in_group * tp.world_size + tp.rank_in_group
-        ranks: Ranks = Alone() if size == 1 else WorkerRanks(rank, size)
-        head = together(ranks, source.head)
+        ranks: Ranks = SingleRank() if size == 1 else WorkerRanks(rank, size)
+        head = on_all_ranks(ranks, source.head)
         if head is None:
             raise UserError(
                 f"the weight store {init_info.location} is empty; publish a version before vLLM "
@@ -203,7 +201,7 @@ class SparseDeltaEngine(WeightTransferEngine):
         self.sharded = ShardedTarget(
             plan,
             ranks,
-            load=lambda found: self.model.load_weights(found.items()),
+            load=lambda tensors: self.model.load_weights(tensors.items()),
             num_threads=num_threads,
         )
         own_tensors = _plain_tensors(plan) if ranks.size == 1 else None

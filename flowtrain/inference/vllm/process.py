@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from flowtrain.config import Vllm
 from flowtrain.records import Sampling, UserError
-from flowtrain.weights.format.adapters import AdapterSpec
+from flowtrain.weights.format.manifest import AdapterSpec
 
 ERROR_FILE = "FLOWTRAIN_VLLM_ERRORS"
 """Environment variable that names the file where vLLM's processes write their errors."""

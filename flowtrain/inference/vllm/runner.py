@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flowtrain.config import Vllm
-from flowtrain.inference.requests import Decodes, completion, kept_sets, stop_place
+from flowtrain.inference.requests import Decodes, answer, kept_sets, stop_place
 from flowtrain.inference.vllm.process import (
     ERROR_FILE,
     VllmModel,
@@ -34,7 +34,7 @@ from flowtrain.inference.vllm.process import (
 from flowtrain.inference.vllm.routes import Sizes, routes_of
 from flowtrain.inference.vllm.sampler_entropies import decode
 from flowtrain.inference.vllm.updates import Weights, policies
-from flowtrain.records import Completion, FinishReason, Sample, Sampling, UserError
+from flowtrain.records import Call, FinishReason, Sample, Sampling, UserError
 from flowtrain.utils.threads import LoopThread
 from flowtrain.weights.format.manifest import StoreError
 
@@ -144,8 +144,8 @@ class AsyncLLMRunner:
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, deadline: float, policy: str = ""
-    ) -> Completion:
-        """Sample one completion, for a caller on any loop.
+    ) -> Call:
+        """Sample one response, for a caller on any loop.
 
         Raises:
             TimeoutError: not even an abort was answered.
@@ -283,7 +283,7 @@ class AsyncLLMRunner:
 
     async def _sample(
         self, prompt_ids: Sequence[int], sampling: Sampling, deadline: float, policy: str
-    ) -> Completion:
+    ) -> Call:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
@@ -327,7 +327,8 @@ class AsyncLLMRunner:
                     if stopped_at and part.finish_reason is None:
                         await llm.abort(name)
             end = stopped_at or len(ids)
-            found = completion(
+            call = answer(
+                prompt_ids,
                 ids[:end],
                 logprobs[:end],
                 labels=weights.labels[name],
@@ -336,12 +337,12 @@ class AsyncLLMRunner:
                 entropies=entropies[:end],
             )
         # Only now, because an update counts the tokens of requests that have a label.
-        if self._route_sizes and found.ids:
+        if self._route_sizes and call.response_ids:
             with _unless_dead(llm):
                 sizes, num_tokens = self._route_sizes, len(prompt_ids) + end - 1
                 routes = await routes_of(llm, name, part, num_tokens, sizes)
-            found = replace(found, routes=routes)
-        return found
+            call = replace(call, routes=routes)
+        return call
 
     async def _score(
         self, samples: Sequence[Sample], policy: str

@@ -8,6 +8,7 @@ additions are undone. All of this takes memory for the changes, not for the weig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -16,12 +17,21 @@ import torch
 from torch import Tensor
 
 from flowtrain import _delta
-from flowtrain.weights.format.deltas import Blob, DeltaBatch, ShardKey, digest_change
-from flowtrain.weights.format.layout import Digest, Layout, add
-from flowtrain.weights.format.manifest import Manifest, StoreError
-from flowtrain.weights.format.tensor_shards import U16, TensorShard, u16_view
-from flowtrain.weights.load.strided_view import StridedView, UndoLog
-from flowtrain.weights.load.target import check_layout, slice_of, write_shard
+from flowtrain.weights.format.manifest import Digest, Layout, Manifest, StoreError, add
+from flowtrain.weights.format.tensor_shards import (
+    Blob,
+    DeltaBatch,
+    TensorShard,
+    digest_change,
+    digest_of,
+)
+from flowtrain.weights.load.target import (
+    StridedView,
+    apply_batches,
+    check_layout,
+    slice_of,
+    write_shard,
+)
 from flowtrain.weights.ranks import Ranks, gather
 
 RegionDigests = list[tuple[str, str, Digest]]
@@ -62,8 +72,8 @@ class ShardedTarget:
         layout = self.plan.layout
         for name in self.plan.dense:
             self._dense[name] = torch.empty(layout[name].shape, dtype=layout[name].torch_dtype)
-        own = [name for name in layout if self.plan.views.get(name) or name in self._dense]
-        held = {name for names in gather(self.ranks, own) for name in names}
+        names_here = [name for name in layout if self.plan.views.get(name) or name in self._dense]
+        held = {name for names in gather(self.ranks, names_here) for name in names}
         for name in layout.keys() - held:
             self._twins[name] = [other for other in held if layout[other] == layout[name]]
             if not self._twins[name]:
@@ -81,38 +91,24 @@ class ShardedTarget:
                     "another tensor"
                 )
 
-    def base(self, name: str, first: int, num_words: int) -> U16:
-        if name in self._dense:
-            return slice_of(name, self._dense[name], first, num_words=num_words)
-        whole = torch.empty(self.plan.layout[name].num_words, dtype=torch.int16)
-        views = self.plan.views[name]
-        if sum(view.num_words for view in views) != len(whole):
-            raise _delta.DeltaError(
-                f"a delta of {name!r} is at level 2, but no rank has that tensor whole; publish at "
-                "level 1"
-            )
-        for view in views:
-            view.of_tensor(whole).copy_(view.live())
-        return slice_of(name, whole, first, num_words=num_words)
-
-    def apply(self, batch: DeltaBatch) -> None:
-        undo: UndoLog = []
+    def apply(self, batches: Sequence[DeltaBatch]) -> None:
+        undo = ExitStack()
         try:
-            changes = self._change(batch, undo)
-        # Whatever it is, the other ranks wait to be told.
+            changes = self._change(batches, undo)
+        # The other ranks are blocked in a gather: report to them before raising.
         except BaseException as error:
             is_delta = isinstance(error, _delta.DeltaError)
             reports = gather(self.ranks, ["delta" if is_delta else "other", str(error), []])
-            _undo_all(undo)
+            undo.close()
             if is_delta and any(kind == "other" for kind, _, _ in reports):
                 raise StoreError("another rank could not apply the deltas") from error
             raise
         reports = gather(self.ranks, ["", "", changes])
         failures = sorted((kind, text) for kind, text, _ in reports if kind)
         sums = sum_regions([changes for _, _, changes in reports])
-        wrong = [] if failures else self._wrong(batch, sums)
+        wrong = [] if failures else self._wrong(batches, sums)
         if failures or wrong:
-            _undo_all(undo)
+            undo.close()
         if wrong:
             raise _delta.WrongBase(f"the words of {wrong[0]!r} were not its base, or were damaged")
         if failures:
@@ -132,45 +128,61 @@ class ShardedTarget:
         self._load_dense(self._dense)
 
     def digests(self) -> dict[str, Digest]:
-        own = [
+        regions = [
             (name, view.region, view.digest(self.num_threads))
             for name, views in self.plan.views.items()
             for view in views
         ]
-        sums = sum_regions(gather(self.ranks, own))
-        found = {n: sums.get(n) or (-1, -1) for n in self.plan.views if n not in self._twins}
+        sums = sum_regions(gather(self.ranks, regions))
+        digests = {n: sums.get(n) or (-1, -1) for n in self.plan.views if n not in self._twins}
         for name, tensor in self._dense.items():
-            found[name] = _delta.digest(u16_view(tensor), num_threads=self.num_threads)
-        return found
+            digests[name] = digest_of(tensor, num_threads=self.num_threads)
+        return digests
 
     def finish(self) -> None:
         """Do nothing: the words were written where they are used."""
 
-    def _change(self, batch: DeltaBatch, undo: UndoLog) -> RegionDigests:
+    def _change(self, batches: Sequence[DeltaBatch], undo: ExitStack) -> RegionDigests:
         """Apply this rank's part of the deltas. Returns the digest change of each region."""
         changes: dict[tuple[str, str], Digest] = {}
-        decoded = {k: self._decode(k, blob) for k, blob in batch.items() if self._is_view(k[0])}
-        for (name, _), (positions, diffs) in decoded.items():
-            for view in self.plan.views[name]:
-                key = name, view.region  # several deltas of a tensor may change one region
-                change = view.scatter(positions, diffs, undo)
-                changes[key] = add(changes.get(key, (0, 0)), change)
-        self._change_dense({k: blob for k, blob in batch.items() if k[0] in self._dense}, undo)
+        for batch in batches:
+            # Whole before a word is written: most damage shows here.
+            decoded = {k: self._decode(*k, x) for k, x in batch.items() if self._is_view(k[0])}
+            for (name, _), (positions, diffs) in decoded.items():
+                for view in self.plan.views[name]:
+                    key = name, view.region  # several deltas of a tensor may change one region
+                    change = view.scatter(positions, diffs, undo)
+                    changes[key] = add(changes.get(key, (0, 0)), change)
+        self._change_dense(batches, undo)
         return [(*key, change) for key, change in changes.items()]
 
     def _is_view(self, name: str) -> bool:
         return name not in self._dense and name not in self._twins
 
-    def _decode(self, key: ShardKey, blob: Blob) -> tuple[Tensor, Tensor]:
+    def _decode(self, name: str, first: int, blob: Blob) -> tuple[Tensor, Tensor]:
         """Return positions in the whole tensor, and differences."""
         info = _delta.info(blob)
-        base = self.base(*key, info["num_words"]) if info["level"] == 2 else None
+        base = None
+        if info["level"] == 2:
+            base = slice_of(name, self._whole(name), first, num_words=info["num_words"])
         positions, diffs = _delta.decode(blob, base)
-        in_tensor = torch.from_numpy(positions.view(np.int64)) + key[1]
+        in_tensor = torch.from_numpy(positions.view(np.int64)) + first
         return in_tensor, torch.from_numpy(diffs.view(np.int16))
 
-    def _change_dense(self, batch: DeltaBatch, undo: UndoLog) -> None:
-        names = {name for name, _ in batch}
+    def _whole(self, name: str) -> Tensor:
+        """Return a tensor's current words. Raises DeltaError when this rank has a part of them."""
+        words = torch.empty(self.plan.layout[name].num_words, dtype=torch.int16)
+        if sum(view.num_words for view in self.plan.views[name]) != len(words):
+            raise _delta.DeltaError(
+                f"a delta of {name!r} is at level 2, but no rank has that tensor whole; publish at "
+                "level 1"
+            )
+        for view in self.plan.views[name]:
+            view.of_tensor(words).copy_(view.live())
+        return words
+
+    def _change_dense(self, batches: Sequence[DeltaBatch], undo: ExitStack) -> None:
+        names = {name for batch in batches for name, _ in batch} & self._dense.keys()
         old = {name: self._dense[name].clone() for name in names}
 
         def restore() -> None:
@@ -178,31 +190,21 @@ class ShardedTarget:
                 self._dense[name].copy_(tensor)
             self._load_dense(names)
 
-        undo.append(restore)
-        words = [self.base(*key, _delta.info(blob)["num_words"]) for key, blob in batch.items()]
-        _delta.apply(list(batch.values()), words, num_threads=self.num_threads)
+        undo.callback(restore)
+        apply_batches(batches, self._dense, self.num_threads)
         self._load_dense(names)
 
     def _load_dense(self, names: Iterable[str]) -> None:
         if tensors := {name: self._dense[name] for name in names}:
             self.load(tensors)
 
-    def _wrong(self, batch: DeltaBatch, found: dict[str, Digest | None]) -> list[str]:
+    def _wrong(self, batches: Sequence[DeltaBatch], sums: dict[str, Digest | None]) -> list[str]:
         """Return the tensors whose digests did not change as their deltas say."""
         wanted: dict[str, Digest] = {}
-        for (name, _), blob in batch.items():
+        for (name, _), blob in chain.from_iterable(batch.items() for batch in batches):
             if self._is_view(name):
                 wanted[name] = add(wanted.get(name, (0, 0)), digest_change(blob))
-        return [name for name, change in wanted.items() if found.get(name, (0, 0)) != change]
-
-
-def _undo_all(undo: UndoLog) -> None:
-    """Undo everything, even when a part of it fails."""
-    if undo:
-        try:
-            undo.pop()()
-        finally:
-            _undo_all(undo)
+        return [name for name, change in wanted.items() if sums.get(name, (0, 0)) != change]
 
 
 def sum_regions(reports: list[RegionDigests]) -> dict[str, Digest | None]:

@@ -21,7 +21,7 @@ from flowtrain.inference.vllm.process import VllmModel
 from flowtrain.records import UserError
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.net.serving import TOKEN_VARIABLE
-from flowtrain.weights.format.adapters import AdapterSpec
+from flowtrain.weights.format.manifest import AdapterSpec
 from flowtrain.weights.load.reader import Loaded, WeightReader
 from flowtrain.weights.stores.remote import open_source
 
@@ -232,11 +232,11 @@ def policies(llm: Any, model: VllmModel) -> dict[str, Weights]:
     if model.adapters is None:
         sparse = SparseUpdates(llm, model.store, model.verify_every) if model.store else None
         return {"": Weights(sparse)}
-    found = {}
+    weights = {}
     for number, (name, location) in enumerate(model.adapter_stores.items(), 1):
         updates = AdapterUpdates(llm, number, name, location, model.adapters, model.verify_every)
-        found[name] = Weights(updates if location else None)
-    return found
+        weights[name] = Weights(updates if location else None)
+    return weights
 
 
 def _accepted(function: Any, **options: Any) -> dict[str, Any]:

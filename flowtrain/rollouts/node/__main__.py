@@ -74,17 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         from flowtrain.rollouts.node.main import run
 
-        token = os.environ.get(TOKEN_VARIABLE, "")
         with logging_redirect_tqdm():
-            run(
-                options.dataflow,
-                options.name,
-                dict(map(_store, options.store)),
-                options.num_groups,
-                args=args,
-                token=token,
-                cache=options.cache,
-            )
+            run(options, args, os.environ.get(TOKEN_VARIABLE, ""))
     except (UserError, Refused, Unavailable, EngineError) as error:
         say(f"{_COMMAND}: {error}")
         if isinstance(error, Outage | Unavailable):
@@ -120,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         "--store",
         metavar="[POLICY=]PLACE",
         action="append",
+        type=_store,
         default=[],
         help="folder or URL of a weight store, of the policy before a '=', or of the first; "
         "default: the store that the trainer names",

@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,7 +19,6 @@ from flowtrain.records import Outage, UserError
 from flowtrain.rollouts.client import Client
 from flowtrain.rollouts.contract import Refused, Unavailable
 from flowtrain.rollouts.node.node import Node
-from flowtrain.rollouts.node.progress import NodeProgress
 from flowtrain.rollouts.node.setup import check, make_sampler, store_of
 from flowtrain.rollouts.node.weight_syncer import PoliciesChanged, WeightSyncer
 from flowtrain.rollouts.node_client import NodeClient
@@ -31,56 +30,36 @@ _ECHO_S = 2.0
 _log = logging.getLogger(__name__)
 
 
-def run(
-    url: str,
-    name: str,
-    stores: Mapping[str, str],
-    num_groups: int,
-    *,
-    args: Sequence[str],
-    token: str,
-    cache: Path | None,
-) -> None:
-    """Serve until a signal, `num_groups` groups (0: any number), or the end of training.
+def run(options: Namespace, args: Sequence[str], token: str) -> None:
+    """Serve until a signal, `--num_groups` groups, or the end of training, as the command line
+    says; `args` are config options over those of the run.
 
-    `stores` has locations of weight stores by policy, `args` config options over those of the run;
-    `cache` is a folder for downloads of weights, None: a temporary one.
     Raises UserError, Refused, Unavailable, EngineError, or an ExceptionGroup of unforeseen errors.
     """
-    with Client(url, token) as client:
-        member = NodeClient(client, name)
+    with Client(options.dataflow, token) as client:
+        member = NodeClient(client, options.name)
         config = parse_over(member.joined.config, args)
         check(config)
         client.wait_s = config.dataflow.wait_s
         while True:
             try:
-                num_pushed = _serve(
-                    member, config, stores, num_groups=num_groups, token=token, cache=cache
-                )
+                num_pushed = _serve(member, config, options, token)
                 break
             except (PoliciesChanged, ExceptionGroup) as error:
                 if isinstance(error, ExceptionGroup) and not error.subgroup(PoliciesChanged):
                     raise _cause(error) from None
             _log.warning("another policy is trained now: the engines start again")
-            member = NodeClient(client, name)
-    print(f"{name}: {num_pushed} groups pushed", file=sys.stderr)
+            member = NodeClient(client, options.name)
+    print(f"{options.name}: {num_pushed} groups pushed", file=sys.stderr)
 
 
-def _serve(
-    member: NodeClient,
-    config: Config,
-    stores: Mapping[str, str],
-    *,
-    num_groups: int,
-    token: str,
-    cache: Path | None,
-) -> int:
+def _serve(member: NodeClient, config: Config, options: Namespace, token: str) -> int:
     """Serve until the node is stopped, and return the number of groups pushed. Raises
     PoliciesChanged, alone or in a group.
     """
-    locations = _wait_for_trainers(member, config, stores)
-    with make_sampler(config, locations, token, cache) as sampler:
-        member.announce(sampler.layouts, sampler.meter.read)
+    locations = _wait_for_trainers(member, config, dict(options.store))
+    with make_sampler(config, locations, token, options.cache) as sampler:
+        member.announce(sampler.layouts, sampler.sampled.copy)
         wait_s = config.dataflow.wait_s
         syncer = WeightSyncer(sampler.engines, sampler.stores, sampler.layouts, wait_s)
         syncer.on_policy_state(member.policies)
@@ -91,9 +70,8 @@ def _serve(
             syncer,
             max_in_flight=config.rollout.max_in_flight,
             max_staleness=config.dataflow.max_staleness,
-            num_groups=num_groups,
+            num_groups=options.num_groups,
             branching=sampler.branching,
-            progress=NodeProgress(num_groups),
         )
         try:
             return _until_signalled(node)

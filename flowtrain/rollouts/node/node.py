@@ -108,7 +108,6 @@ class Node:
         max_staleness: int,
         num_groups: int = 0,
         branching: Branching | None = None,
-        progress: NodeProgress | None = None,
     ) -> None:
         """
         Args:
@@ -117,7 +116,6 @@ class Node:
             max_staleness: versions that the weights may be behind the trainer's.
             num_groups: groups to push until the node ends; 0: no end.
             branching: None: every rollout begins with the task.
-            progress: what it is told; None: one of its own.
         """
         self._member = member
         self._rollout = rollout
@@ -127,7 +125,7 @@ class Node:
         self._max_staleness = max_staleness
         self._num_groups = num_groups
         self._branching = branching
-        self._progress = progress or NodeProgress(num_groups)
+        self._progress = NodeProgress(num_groups)
         self._items: dict[LeaseKey, _WorkItem] = {}
         """Work items under way, or made and not pushed yet."""
         self._to_push: asyncio.Queue[_WorkItem] = asyncio.Queue()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +17,17 @@ from flowtrain.agents.base import Agent
 from flowtrain.algorithms import load_algorithm
 from flowtrain.algorithms.base import NodeSampler
 from flowtrain.config import Config
-from flowtrain.evaluation.evaluator import scoring_of
 from flowtrain.inference.endpoint import Endpoint
 from flowtrain.inference.endpoint_scorer import EndpointScorer
 from flowtrain.inference.factory import make_engine
-from flowtrain.inference.metered import Meter
 from flowtrain.inference.protocol import Engine, Scorer
 from flowtrain.records import BranchPoint, BranchStart, Group, Task, Trajectory, UserError
-from flowtrain.rewards import Judge, score_one
+from flowtrain.rewards import score_one
 from flowtrain.rollouts.contract import EvalSettings, PolicyState
 from flowtrain.rollouts.node.node import Answer, Branching, Rollout
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.setup.placement import Placement
 from flowtrain.utils.lock import Lock
 from flowtrain.weights import Source, open_source
 
@@ -40,8 +39,8 @@ class Sampler:
     rollout: Rollout
     answer: Answer
     engines: Mapping[str, Engine]
-    meter: Meter
-    """Counts the tokens that `rollout` samples."""
+    sampled: Counter[str]
+    """Tokens that `rollout` has sampled, by policy."""
     stores: Mapping[str, Source]
     """Weight stores of the policies that are trained."""
     layouts: Mapping[str, str]
@@ -90,49 +89,38 @@ def make_sampler(
         }
         world = World.join(config.run.device)
         cleanup.callback(world.leave)
-        components = RunComponents.prepare(config, world, with_weights=False, with_tasks=False)
+        components = RunComponents.prepare(config, Placement.sampling(world), is_node=True)
         cleanup.callback(components.close)
         layouts: dict[str, str] = {
             name: policy.layout(getattr(torch, config.model.dtype), config.lora)
             for name, policy in components.policies.items()
         }
-        engines = components.make_policy_engines(stores, branches=components.branches)
+        engines = components.make_policy_engines(stores, branches=_branches(components))
         branching = _make_branching(components, engines[components.config.train.policy], cleanup)
         max_turns = components.config.agent.max_turns
-        meter = Meter.of(engines)
-        agent = components.make_agent(meter.engines, max_turns)
+        sampled = Counter(dict.fromkeys(engines, 0))
+        agent = components.make_agent(engines, max_turns, sampled=sampled)
         cleanup.callback(agent.close)
-        judge = components.make_judge()
-        functions = components.reward_functions
-        score = functools.partial(
-            score_one, judge=judge, functions=functions, bounds=components.config.reward
-        )
-        rollout = _make_rollout(components, agent, engines, score)
-        answer = _make_answer(components, engines, judge, cleanup)
-        yield Sampler(rollout, answer, engines, meter, stores, layouts, branching)
+        rollout = _make_rollout(components, agent, engines)
+        answer = _make_answer(components, engines, cleanup)
+        yield Sampler(rollout, answer, engines, sampled, stores, layouts, branching)
 
 
 def _make_rollout(
-    components: RunComponents,
-    agent: Agent,
-    engines: Mapping[str, Engine],
-    score: Callable[[Trajectory], Awaitable[Trajectory]],
+    components: RunComponents, agent: Agent, engines: Mapping[str, Engine]
 ) -> Rollout:
     policy = components.config.train.policy
 
     async def rollout(task: Task, seed: int, start: BranchStart | None = None) -> Trajectory:
         hints = components.algorithm.hints(engines[policy].version + 1)
         trajectory = await agent.with_hints(hints).run(task, seed, start=start)
-        return await score(trajectory)
+        return await score_one(trajectory, *components.scoring())
 
     return rollout
 
 
 def _make_answer(
-    components: RunComponents,
-    engines: Mapping[str, Engine],
-    judge: Judge | None,
-    cleanup: ExitStack,
+    components: RunComponents, engines: Mapping[str, Engine], cleanup: ExitStack
 ) -> Answer:
     """An agent is made for the first question that has its settings, and closed by `cleanup`."""
     agents: dict[EvalSettings, Agent] = {}
@@ -146,9 +134,14 @@ def _make_answer(
                 cleanup.callback(made.close)
                 agents[settings] = made
         trajectory = await agents[settings].run(task, seed)
-        return await score_one(trajectory, judge, *scoring_of(components, settings))
+        return await score_one(trajectory, *components.scoring(settings.is_benchmark))
 
     return answer
+
+
+def _branches(components: RunComponents) -> bool:
+    """Tell whether some rollouts of a group leave others of it."""
+    return components.algorithm.num_roots != components.config.rollout.group_size
 
 
 def _make_branching(
@@ -156,7 +149,7 @@ def _make_branching(
 ) -> Branching | None:
     """Build what chooses branch points; None where every rollout begins with its task."""
     algorithm, config = components.algorithm, components.config
-    if not components.branches:
+    if not _branches(components):
         return None
     reference: Scorer | None = None
     if algorithm.needs_node_reference and (name := config.appo.scorer):

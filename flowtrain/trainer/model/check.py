@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from flowtrain.records import UserError
-from flowtrain.trainer import lm_head
+from flowtrain.trainer import loss
 from flowtrain.trainer.attention import registration as attention
 from flowtrain.trainer.model import delta_net, experts, lora
 from flowtrain.trainer.model.files import has_own_head, reading, reason_of
@@ -263,4 +263,4 @@ def _run_without_memory(config: PreTrainedConfig) -> None:
         raise UserError(
             f"its attention gets the windows {asked.windows}, where its config has {expected}"
         )
-    lm_head.equip(model)
+    loss.equip(model)

@@ -34,7 +34,7 @@ from flowtrain.trainer.distributed import World
 from flowtrain.trainer.model import lora
 from flowtrain.trainer.model.check import load_config
 from flowtrain.trainer.model.files import reading, stored
-from flowtrain.weights.format.layout import layout_hash
+from flowtrain.weights.format.manifest import layout_hash
 from flowtrain.weights.format.tensor_shards import spec_of
 
 # loading a model is not what a person waits for here

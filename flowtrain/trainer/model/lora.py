@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from flowtrain.config import Lora
 from flowtrain.records import UserError
 from flowtrain.trainer.model.files import reading
-from flowtrain.weights.format.adapters import PREFIX
+from flowtrain.weights.format.manifest import ADAPTER_PREFIX
 
 _NAME = "default"  # peft leaves this one out of the names of saved tensors
 _CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -105,7 +105,7 @@ def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
     """A and B of every layer as they are held, by the names under which peft saves them."""
     return {
-        PREFIX + name.replace(f".{_NAME}.", "."): weight
+        ADAPTER_PREFIX + name.replace(f".{_NAME}.", "."): weight
         for name, weight in model.state_dict().items()
         if _is_adapter(name)
     }
@@ -152,7 +152,7 @@ def save_config(model: nn.Module, path: Path) -> None:
 
 def is_adapter_name(name: str) -> bool:
     """Tell whether a saved tensor is A or B of an adapter, by its name."""
-    return name.startswith(PREFIX)
+    return name.startswith(ADAPTER_PREFIX)
 
 
 def is_adapter(path: str | Path) -> bool:

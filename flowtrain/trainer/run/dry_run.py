@@ -19,22 +19,21 @@ from flowtrain.agents.agentflow.expert import scripted
 from flowtrain.agents.agentflow.flow import Flow
 from flowtrain.agents.base import Agent
 from flowtrain.config import Config
+from flowtrain.evaluation.benchmarks import load_benchmarks
 from flowtrain.evaluation.evaluator import roll_out
-from flowtrain.evaluation.metrics import load_benchmarks
 from flowtrain.inference.protocol import EngineError, NoEngine
 from flowtrain.inference.vllm.process import check_installed
-from flowtrain.records import Completion, FinishReason, Sampling, Task, Trajectory, Turn, UserError
+from flowtrain.records import Call, FinishReason, Sampling, Task, Trajectory, Turn, UserError
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.model.loading import export, named_weights
-from flowtrain.trainer.run.opening import beside
 from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.setup.learner import publish_start
 from flowtrain.trainer.setup.placement import Placement
-from flowtrain.trainer.setup.token_budget import with_token_budget
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.event_loop import run_to_end
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.terminal import hand_out
 from flowtrain.utils.text import printable
+from flowtrain.weights import WeightStore
 
 NUM_PROMPTS = 200
 """Tasks whose first prompts are measured."""
@@ -62,16 +61,16 @@ def dry_run(config: Config) -> int:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="flowtrain-dry-")))
         judge = config.judge.model_copy(update={"cache": str(folder / "judge.sqlite")})
         config = config.model_copy(update={"judge": judge})
-        components = RunComponents.prepare(config, World(0, 1, world.device))
+        alone = World(0, 1, world.device)
+        components = RunComponents.prepare(config, Placement(alone, placement.trainers, alone))
         cleanup.callback(components.close)
-        components = with_token_budget(components, placement)
-        for name in components.config.trained_beside:
-            beside(components, name)
+        for name in config.trained_beside:
+            components.beside(name)
         components.show_sources()
         for name, tasks in load_benchmarks(components.config).items():
             _say(f"benchmark {name}: {len(tasks)} questions, {tasks[0].question!r} first")
         _say(_prompt_lengths(components))
-        plan = components.plan_memory(placement)
+        plan = components.plan_memory()
         plan.check(components.config)
         _say(plan.text())
         rollouts = _roll_out(components, folder, cleanup)
@@ -99,7 +98,7 @@ class _Seen(BaseException):
 class _Measure(NoEngine):
     """Takes a prompt of any length and ends the rollout."""
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Call:
         raise _Seen(len(prompt_ids))
 
 
@@ -109,7 +108,8 @@ def _prompt_lengths(components: RunComponents) -> str:
     if config.agent.name not in _OURS or config.agent.environment:
         return "first prompts: those of the rollouts below, because others' code makes them"
     roles = config.roles.model_copy(update={"analyst": "none"})
-    components = components.with_config(config.model_copy(update={"roles": roles}))
+    config = config.model_copy(update={"roles": roles})
+    components = replace(components, algorithm=components.algorithm.with_config(config))
     tasks = components.tasks.train[:NUM_PROMPTS]
     agent = components.make_agent(
         {name: _Measure(1 << 40) for name in components.policies}, config.agent.max_turns
@@ -155,14 +155,7 @@ def _roll_out(
     tasks = components.tasks.cursor(config.run.seed, 0).take(NUM_ROLLOUTS)
     with user_error("the rollouts failed", EngineError):
         return roll_out(
-            agent,
-            tasks,
-            derive_seed(config.run.seed, "train", 1),
-            components.world,
-            config.rollout.max_in_flight,
-            judge=components.make_judge(),
-            scoring=(components.reward_functions, config.reward),
-            name="a dry run",
+            components, agent, tasks, derive_seed(config.run.seed, "train", 1), "a dry run"
         )
 
 
@@ -173,21 +166,19 @@ def _agent(components: RunComponents, folder: Path, cleanup: ExitStack) -> Agent
     config = components.config
     missing = _missing_engine(config)
     if missing:
-        made = components.make_agent(components.make_no_engines(), config.agent.max_turns)
+        made = components.make_agent(components.make_policy_engines({}, ()), config.agent.max_turns)
         cleanup.callback(made.close)
         if not isinstance(made, Flow) or not all(task.plan for task in components.tasks.train):
             raise UserError(f"{missing}; and no scripted expert knows how to do these tasks")
         _say(f"rollouts of a scripted expert, because there is no engine: {missing}")
         return scripted(made, 0.0)
-    path = folder / "model"
-    if any(spec.path == "tiny" for spec in components.policies.values()):
-        weights = named_weights(components.model)
-        export(components.model, components.tokenizer, weights, path)
-    policies = {
-        name: replace(spec, path=str(path)) if spec.path == "tiny" else spec
-        for name, spec in components.policies.items()
-    }
-    engines = replace(components, policies=policies).make_policy_engines({})
+    stores = {}
+    if config.model.path == "tiny":  # which no folder has
+        stores[config.train.policy] = WeightStore(folder / "weights")
+        publish_start(components, stores[config.train.policy])
+    engines = components.make_policy_engines(stores)
+    for name in stores:
+        engines[name].load(0)
     _say(f"rollouts of {config.model.path} with rollout.engine={config.rollout.engine!r}")
     made = components.make_agent(engines, config.agent.max_turns)
     cleanup.callback(made.close)

@@ -1,62 +1,45 @@
-"""Open a run: all parts, from its newest checkpoint or from `model.path`."""
+"""Open a run: all parts, from its newest checkpoint or from `model.path`, and what keeps a run from
+going on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from flowtrain.agents.base import Agent
-from flowtrain.algorithms import load_algorithm
+import torch
+
 from flowtrain.config import Config
-from flowtrain.config.command import Interrupt
+from flowtrain.config.command import Interrupt, NothingToDo
+from flowtrain.evaluation.benchmarks import load_benchmarks
 from flowtrain.evaluation.evaluator import Evaluator
-from flowtrain.evaluation.metrics import load_benchmarks
 from flowtrain.evaluation.nodes import PoolEvaluations
-from flowtrain.inference.chat_engines import ChatEngines
-from flowtrain.inference.metered import Meter
-from flowtrain.inference.protocol import Engine
-from flowtrain.logging import atomic_write_text
+from flowtrain.logging import RunDir, atomic_write_text
 from flowtrain.logging.learning_signal import LearningSignal
 from flowtrain.logging.mismatch import MismatchGate
-from flowtrain.records import PolicyName, Task, UserError
-from flowtrain.rewards import Judge
-from flowtrain.rollouts.batch_source import open_batch_source
+from flowtrain.records import PolicyName, UserError
+from flowtrain.rollouts.batch_source import BatchSource, connect
+from flowtrain.rollouts.contract import Register
+from flowtrain.trainer import checkpoint
 from flowtrain.trainer.devices import MemoryPeak
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.run.banner import train_banner
-from flowtrain.trainer.run.resume import SPLITS, check_left, check_splits, resume
-from flowtrain.trainer.run.run import Run, load
-from flowtrain.trainer.run.run_logger import RunLogger
-from flowtrain.trainer.setup.components import RunComponents, load_trained_policy, lock_run_dir
-from flowtrain.trainer.setup.learner import Learner
-from flowtrain.trainer.setup.memory_plan import MemoryPlan
+from flowtrain.trainer.run.run import Run, Shared, load
+from flowtrain.trainer.run.run_logger import RunLogger, train_banner
+from flowtrain.trainer.setup.components import RunComponents, lock_run_dir
+from flowtrain.trainer.setup.learner import Follower, make_learner
 from flowtrain.trainer.setup.placement import Placement
-from flowtrain.trainer.setup.token_budget import with_token_budget
+from flowtrain.utils.files import remove, writing
 from flowtrain.utils.waiting import waiting
 from flowtrain.weights import WeightStore
-from flowtrain.weights.ranks import together
+from flowtrain.weights.ranks import on_all_ranks
 
-
-def beside(components: RunComponents, policy: PolicyName) -> RunComponents:
-    """Load another policy that the run trains: the same parts, but for what learns; collective.
-    They are not closed.
-    """
-    algorithm = load_algorithm(components.config.beside(policy))
-    config, world = algorithm.config, components.world
-    algorithm.check_agent(components.agent_kind)
-    with waiting(f"loading {config.model.path}", world.is_main):
-        load = partial(load_trained_policy, config, components.tasks, world.is_main)
-        tokenizer, model = together(world, load, other_failed=UserError)
-    return replace(
-        components,
-        algorithm=algorithm,
-        tokenizer=tokenizer,
-        model=model,
-        chats=ChatEngines({}, {}),  # which the first policy's parts count
-    )
+SPLITS = "splits"
+"""The key of the manifest that holds the fingerprints of what the run holds out."""
 
 
 @contextmanager
@@ -71,23 +54,6 @@ def open_run(config: Config, interrupt: Interrupt | None = None) -> Iterator[Run
         yield _open(config, interrupt or Interrupt(), cleanup)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Flow:
-    """Holds what all policies of a run have in common."""
-
-    placement: Placement
-    interrupt: Interrupt
-    memory: MemoryPeak
-    memory_plan: MemoryPlan
-    stores: Mapping[str, WeightStore]
-    engines: dict[str, Engine]
-    meter: Meter
-    agent: Agent
-    judge: Judge | None
-    benchmarks: Mapping[str, Sequence[Task]]
-    cleanup: ExitStack
-
-
 def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     world = World.join(config.run.device, config.run.collective_timeout_s)
     cleanup.callback(world.leave)
@@ -95,112 +61,86 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     check_left(config, world)
     memory = MemoryPeak(world.device)
     placement = Placement.of(config, world)
-    components = RunComponents.prepare(config, world)
+    components = RunComponents.prepare(config, placement)
     cleanup.callback(components.close)
     check_splits(components)
-    components = with_token_budget(components, placement)
     config = components.config
     benchmarks = load_benchmarks(config)
-    memory_plan = components.plan_memory(placement)
+    memory_plan = components.plan_memory()
     if placement.trainers.is_member:
         memory_plan.check(config)
-    every = [components, *(beside(components, name) for name in config.trained_beside)]
+    every = [components, *map(components.beside, config.trained_beside)]
     # Only the policies that are trained follow a store, others are frozen.
-    stores = {
-        each.config.train.policy: WeightStore(Path(each.config.run.dir) / "weights")
-        for each in every
-    }
-    engines = (
-        components.make_policy_engines(stores)
-        if placement.samplers.is_member and config.samples_here
-        else components.make_no_engines()
-    )
-    judge = components.make_judge()
-    meter = Meter.of(engines)
-    agent = components.make_agent(meter.engines, config.agent.max_turns)
+    stores = {each.config.train.policy: _store(each.config) for each in every}
+    samples = placement.samplers.is_member and config.samples_here
+    engines = components.make_policy_engines(stores, None if samples else ())
+    sampled = Counter[PolicyName]()
+    agent = components.make_agent(engines, config.agent.max_turns, sampled=sampled)
     cleanup.callback(agent.close)
-    flow = _Flow(
-        placement=placement,
+    shared = Shared(
         interrupt=interrupt,
         memory=memory,
         memory_plan=memory_plan,
-        stores=stores,
         engines=engines,
-        meter=meter,
+        sampled=sampled,
         agent=agent,
-        judge=judge,
         benchmarks=benchmarks,
-        cleanup=cleanup,
     )
-    first = _open_policy(flow, components)
-    return replace(first, beside=tuple(_open_policy(flow, each, first) for each in every[1:]))
+    first = _open_policy(shared, components, cleanup)
+    others = (_open_policy(shared, each, cleanup, first) for each in every[1:])
+    return replace(first, beside=tuple(others))
 
 
-def _open_policy(flow: _Flow, components: RunComponents, first: Run | None = None) -> Run:
+def _store(config: Config) -> WeightStore:
+    return WeightStore(Path(config.run.dir) / "weights")
+
+
+def _open_policy(
+    shared: Shared, components: RunComponents, cleanup: ExitStack, first: Run | None = None
+) -> Run:
     """Open what trains a policy: the first, or one that goes on from the step of the first."""
-    config, placement, cleanup = components.config, flow.placement, flow.cleanup
-    world, policy = placement.world, config.train.policy
+    config, placement, world = components.config, components.placement, components.world
     if first is not None:
         cleanup.enter_context(lock_run_dir(config, world))
-    facts = {"memory_plan": flow.memory_plan.parts, SPLITS: components.tasks.splits}
+    facts = {"memory_plan": shared.memory_plan.parts, SPLITS: components.tasks.splits}
     run_dir = components.open_run_dir(facts)
     if world.is_main:  # turns the ids in the logs into words
         tokenizer = components.policies[config.first_policy].tokenizer
         atomic_write_text(run_dir.tokenizer, tokenizer.backend_tokenizer.to_str())
-    learner = Learner.make(components, placement, flow.stores[policy], run_dir.checkpoints)
+    learner = make_learner(components, _store(config), run_dir.checkpoints)
     cleanup.callback(learner.close)
     with waiting("reading the checkpoint", world.is_main):
-        at = None if first is None else first.start_step
-        state = resume(config, run_dir, learner, world, at)
+        state = resume(run_dir, learner, None if first is None else first.start_step)
     with waiting("publishing and loading the weights", world.is_main):
         learner.republish(state["step"])
-        load(flow.engines[policy], state["step"], placement)
+        load(shared.engines[config.train.policy], state["step"], placement)
     if first is None:  # now that the config cannot be refused any more
         if world.is_main:
-            banner = train_banner(components, placement, state["step"])
-            print(banner, flow.memory_plan.text(), sep="\n")
+            print(train_banner(components, state["step"]), shared.memory_plan.text(), sep="\n")
         components.show_sources()
     logger = RunLogger(
-        components,
-        placement,
-        run_dir,
-        memory=flow.memory,
-        start_step=state["step"],
-        is_shown=first is None,
+        config, placement, run_dir, shared.memory, start_step=state["step"], is_shown=first is None
     )
     cleanup.callback(logger.close)
     evaluator = Evaluator(
         components=components,
-        engines=flow.engines,
-        judge=flow.judge,
-        samplers=placement.samplers,
-        benchmarks=flow.benchmarks,
+        engines=shared.engines,
+        benchmarks=shared.benchmarks,
     )
     pool = None
     if config.dataflow.url:
-        source = open_batch_source(
-            config,
-            world,
-            components.registration(state["step"]),
-            trained_from=state["dataflow"],
-            interrupt=flow.interrupt,
-            note=logger.progress.note,
-        )
+        note = logger.progress.note
+        source = BatchSource(connect(config), config, world, shared.interrupt, note)
         cleanup.callback(source.close)
-        pool = PoolEvaluations(source, config, world, logger.progress.note)
+        # Nodes may pull the weights from now on.
+        source.register(_registration(components, state["step"]), state["dataflow"])
+        pool = PoolEvaluations(source, config, world, note)
         cleanup.callback(pool.close)
         pool.resume(evaluator, logger.evaluated, state["step"])
     cursor = components.tasks.cursor(config.run.seed, state["cursor"])
     return Run(
-        config=config,
         components=components,
-        algorithm=components.algorithm,
-        placement=placement,
-        interrupt=flow.interrupt,
-        engines=flow.engines,
-        agent=flow.agent,
-        meter=flow.meter,
-        judge=flow.judge if first is None else None,  # which is asked, and counted, once
+        shared=shared,
         learner=learner,
         cursor=cursor if first is None else first.cursor,
         signal=LearningSignal(config, world.is_main),
@@ -208,7 +148,104 @@ def _open_policy(flow: _Flow, components: RunComponents, first: Run | None = Non
         evaluator=evaluator,
         pool=pool,
         logger=logger,
-        run_dir=run_dir,
-        memory_plan=flow.memory_plan,
         start_step=state["step"],
     )
+
+
+def _registration(components: RunComponents, step: int) -> Register:
+    """Describe the trained policy to the dataflow, for a run that goes on at `step`."""
+    config, shape = components.config, components.model.config
+    spec, dtype = components.policies[config.train.policy], getattr(torch, config.model.dtype)
+    return Register(
+        policy=config.train.policy,
+        layout=spec.layout(dtype, config.lora),
+        store=config.dataflow.store or str(_store(config).root.resolve()),
+        num_groups=config.rollout.num_questions,
+        max_staleness=config.dataflow.max_staleness,
+        vocab_size=shape.vocab_size,
+        max_positions=shape.max_position_embeddings,
+        step=step,
+    )
+
+
+def check_left(config: Config, world: World) -> None:
+    """Raise NothingToDo for a run that has taken more steps than it is to have: its end would be
+    written over the checkpoint of an earlier step. Writes nothing.
+    """
+    num_steps = config.train.num_steps
+
+    def count() -> int:
+        if not world.is_main or config.run.resume != "auto":
+            return 0
+        root = RunDir(Path(config.run.dir)).checkpoints
+        steps = [int(path.name[5:13]) for path in root.glob("step_????????*")]
+        # All of a checkpoint is read to tell whether it is whole, so only where it matters.
+        found = checkpoint.latest(root) if max(steps, default=0) > num_steps else None
+        return 0 if found is None else int(checkpoint.load_state(found)["step"])
+
+    num_done = round(world.max([on_all_ranks(world, count, other_failed=UserError)])[0])
+    if num_done > num_steps:
+        raise NothingToDo(f"{num_done} of {num_steps} steps are done, so nothing is left to do")
+
+
+def check_splits(components: RunComponents) -> None:
+    """Raise UserError where a run that goes on would hold other questions out than at its start:
+    it would train some of those, and be measured on some that it has trained. Collective.
+
+    A run of a version that kept no fingerprints passes.
+    """
+    run, now = components.config.run, components.tasks.splits
+    path = Path(run.dir) / "manifest.json"
+
+    def check() -> None:
+        if not components.world.is_main or run.resume != "auto" or not path.exists():
+            return
+        begun = json.loads(path.read_text()).get(SPLITS)
+        if begun is None or set(begun.values()) == set(now.values()):
+            return
+        added = [key for key, value in now.items() if value not in begun.values()]
+        gone = [key for key, value in begun.items() if value not in now.values()]
+        raise UserError(
+            f"{(added or gone)[0]} does not hold out what it did when {run.dir} began, so the run "
+            "would train questions that it was measured on: bring the old file and "
+            "tasks.held_out_share back, or choose another --run.dir"
+        )
+
+    on_all_ranks(components.world, check, other_failed=UserError)
+
+
+def resume(run_dir: RunDir, learner: Follower, at: int | None = None) -> dict[str, Any]:
+    """Load the newest checkpoint, if the run is to be resumed, or that of step `at`, where another
+    policy of the run goes on; return the state of the loop.
+    """
+    config, world = learner.config, learner.components.world
+
+    def choose() -> str:
+        """Rank 0 alone reads all of them."""
+        if not world.is_main or config.run.resume != "auto":
+            return ""
+        root = run_dir.checkpoints
+        with writing(root):
+            for path in root.glob("step_????????*"):
+                if at is not None and int(path.name[5:13]) > at:
+                    remove(path)
+            found = checkpoint.settle(root)
+        if at and found != checkpoint.place(root, at):
+            raise UserError(
+                f"{root} has no whole checkpoint of step {at}, from which the "
+                f"{config.train.policy} would go on: bring it back, or choose another --run.dir"
+            )
+        return str(found or "")
+
+    chosen, *_ = world.gather_text(on_all_ranks(world, choose, other_failed=UserError))
+    if not chosen:
+        return {"step": 0, "cursor": 0, "dataflow": ""}
+    path = Path(chosen)
+    state = {"dataflow": "", **checkpoint.load_state(path)}
+    learner.resume(path)
+    if state["dataflow"] and not config.dataflow.url:
+        raise UserError(
+            f"dataflow.url is empty, but {path} was trained from the dataflow "
+            f"{state['dataflow']!r}: name its service"
+        )
+    return state

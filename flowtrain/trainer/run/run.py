@@ -9,54 +9,68 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from flowtrain.agents.base import Agent
-from flowtrain.algorithms.base import Algorithm
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.evaluation.evaluator import Evaluator, Found, Measured, held_out_name
 from flowtrain.evaluation.nodes import PoolEvaluations
-from flowtrain.inference.metered import Meter
 from flowtrain.inference.protocol import Engine
-from flowtrain.logging import RunDir, atomic_write_text
-from flowtrain.logging.learning_signal import LearningSignal
+from flowtrain.logging import atomic_write_text
+from flowtrain.logging.learning_signal import LearningSignal, count_signal
 from flowtrain.logging.mismatch import MismatchGate
 from flowtrain.logging.profiler import profiled
-from flowtrain.records import TokenAccount, Trajectory
-from flowtrain.rewards import Judge
+from flowtrain.logging.rollout_parts import count_parts, part_metrics
+from flowtrain.logging.rollouts import RolloutStats, count_rollouts
+from flowtrain.logging.tally import Tally
+from flowtrain.logging.token_counts import account, count_tokens
+from flowtrain.records import (
+    PolicyName,
+    Rollouts,
+    Task,
+    TokenAccount,
+    TrainBatch,
+    Trajectory,
+)
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
-from flowtrain.trainer.records import Prepared, Rollouts
-from flowtrain.trainer.run.run_logger import RunLogger
-from flowtrain.trainer.run.step_counts import Counted, count_step
+from flowtrain.trainer.devices import MemoryPeak
+from flowtrain.trainer.run.run_logger import Counted, RunLogger
 from flowtrain.trainer.setup.components import RunComponents
-from flowtrain.trainer.setup.learner import Learner
+from flowtrain.trainer.setup.learner import Follower, Rows
 from flowtrain.trainer.setup.memory_plan import MemoryPlan
 from flowtrain.trainer.setup.placement import Placement
 from flowtrain.utils.waiting import waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """The parts of an open run. Methods are collective unless they say otherwise."""
+class Shared:
+    """The parts that all policies of a run have in common."""
 
-    config: Config
-    components: RunComponents
-    algorithm: Algorithm
-    placement: Placement
-    learner: Learner
     interrupt: Interrupt
+    memory: MemoryPeak
+    memory_plan: MemoryPlan
     engines: dict[str, Engine]
     """Engines by policy; the trained policy's engine follows the published versions."""
     agent: Agent
-    meter: Meter
-    """Counts the tokens that the agent samples."""
-    judge: Judge | None
+    sampled: Counter[PolicyName]
+    """Tokens that the agent has sampled, by policy, and that no step has counted yet."""
+    benchmarks: Mapping[str, Sequence[Task]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The parts of an open run. Methods are collective unless they say otherwise."""
+
+    components: RunComponents
+    shared: Shared
+    learner: Follower
     cursor: TaskCursor | MixedCursor
     signal: LearningSignal
     gate: MismatchGate
@@ -64,12 +78,14 @@ class Run:
     pool: PoolEvaluations | None
     """The nodes that make and evaluate rollouts with `dataflow.url`; None where this run does."""
     logger: RunLogger
-    run_dir: RunDir
-    memory_plan: MemoryPlan
     start_step: int
     """The step of the checkpoint that the run resumes; 0: it begins."""
     beside: tuple[Run, ...] = ()
     """Of the other policies that are trained."""
+
+    @property
+    def config(self) -> Config:
+        return self.components.config
 
     def steps(self) -> Iterator[int]:
         """Yield the steps that are left; of those after the first, `run.profile` are profiled."""
@@ -77,8 +93,9 @@ class Run:
         end = 1 + self.config.run.profile
         yield from steps[:1]
         with ExitStack() as profile:
-            if steps[1:end] and self.placement.world.is_main:
-                profile.enter_context(profiled(self.run_dir.profile, self.placement.world.device))
+            world, folder = self.components.world, self.logger.run_dir.profile
+            if steps[1:end] and world.is_main:
+                profile.enter_context(profiled(folder, world.device))
             yield from steps[1:end]
         yield from steps[end:]
 
@@ -86,50 +103,81 @@ class Run:
         """Tell whether some rank was asked to end. Raises what a checkpoint could not be written
         for, on every rank.
         """
-        checkpoints = self.learner.checkpoints
-        has_failed = checkpoints is not None and checkpoints.has_failed
-        asked, failed = self.placement.world.max([self.interrupt.requested, has_failed])
+        flags = [self.shared.interrupt.requested, self.learner.has_failed()]
+        asked, failed = self.components.world.max(flags)
         if failed:
             self.learner.wait_for_checkpoint()
         return bool(asked)
 
     def agent_of(self, step: int) -> Agent:
         """Return the agent of a training step, with its hints. Not collective."""
-        return self.agent.with_hints(self.algorithm.hints(step))
+        return self.shared.agent.with_hints(self.components.algorithm.hints(step))
 
     def waiting_for_rollouts(self, step: int) -> AbstractContextManager[Callable[[], None]]:
         """Tell a person how many rollouts of the first step this rank has made, where that takes
         long. Not collective.
         """
-        samplers, rollout = self.placement.samplers, self.config.rollout
+        samplers, rollout = self.components.placement.samplers, self.config.rollout
         is_shown = samplers.rank == 0 and step == self.start_step + 1
-        total = rollout.num_questions // samplers.size * self.algorithm.num_roots
+        total = rollout.num_questions // samplers.size * self.components.algorithm.num_roots
         return waiting(f"rollouts of step {step}", is_shown, total=total)
 
     def sleep(self) -> None:
         """Have the engines of a rank that trains give their memory back, with `vllm.sleep`."""
-        if self.learner.trainer is not None:
-            for engine in self.engines.values():
+        if self.components.placement.trainers.is_member:
+            for engine in self.shared.engines.values():
                 engine.sleep()
             self.components.chats.sleep()
 
     def count(
-        self, step: int, rollouts: Rollouts, prepared: Prepared, trained: Mapping[str, float]
+        self,
+        step: int,
+        rollouts: Rollouts,
+        batch: TrainBatch,
+        packed: Rows,
+        trained: Mapping[str, float],
     ) -> Counted:
-        """Count a step over all ranks: its rollouts, its tokens, and trainer against sampler."""
-        policy = self.config.train.policy
-        judge = {} if self.judge is None else self.judge.metrics()
-        return count_step(
-            step,
-            rollouts,
-            prepared,
-            trained,
-            config=self.config,
-            sampled=self.meter.take(policy) if self.pool is None else None,
-            spent={**self.components.chats.metrics(), **judge},
-            peak_bytes=self.logger.peak_bytes(),
-            world=self.placement.world,
+        """Count a step over all ranks: its rollouts, its tokens, and trainer against sampler.
+
+        Args:
+            batch, packed: what is trained of the rollouts, before and after packing.
+            trained: statistics of the optimizer steps; empty on a rank that does not train.
+        """
+        config, groups = self.config, rollouts.groups
+        policy, judge = config.train.policy, self.components.judge
+        # What nodes sample they count themselves.
+        sampled = self.shared.sampled.pop(policy, 0) if self.pool is None else None
+        spent = {**self.components.chats.metrics(), **(judge.metrics() if judge else {})}
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        tally = Tally()
+        tally.add(count_rollouts(trajectories, config.agent.tools))
+        tally.add({"num_groups_dropped": batch.num_groups_dropped})
+        tally.add({f"num_excluded/{reason}": num for reason, num in batch.num_filtered.items()})
+        count_parts(tally, trajectories, config)
+        of_policy = [group.of_policy(policy) for group in groups]
+        count_signal(tally, of_policy, batch, config.reward.low)
+        count_tokens(tally, groups, batch, packed, policy=policy, sampled=sampled)
+        tally.add(spent)
+        tally.highest("peak_bytes", self.logger.peak_bytes())
+        for name in ("num_tokens", "num_tokens_skipped"):  # which only ranks that train know
+            tally.highest(name, trained.get(name, 0))
+        if trained:
+            mismatch = {name: x for name, x in trained.items() if name.startswith("mismatch_")}
+            tally.say("mismatch", mismatch)
+        total = tally.of_all(self.components.world)
+        tokens = account(
+            total, int(total.maxima["num_tokens"]), int(total.maxima["num_tokens_skipped"])
         )
+        left_out = {name: num for name, num in total.sums.items() if name.startswith("num_")}
+        metrics = {
+            **RolloutStats.of_counts(total.sums, config.agent.tools).metrics(),
+            **part_metrics(total),
+            **left_out,
+            **{name: total.sums[name] for name in spent},
+            "peak_memory_gb": total.maxima["peak_bytes"] / 1e9,
+            **tokens.metrics(),
+        }
+        return Counted(total, tokens, total.said["mismatch"][0], metrics)
 
     def watch(self, step: int, counted: Counted) -> None:
         """Warn where a step had nothing to learn from. Raises UserError, once the checkpoint is
@@ -146,8 +194,7 @@ class Run:
         """
         metrics = self.learner.publish(version)
         if self.pool is not None:
-            checkpoints = self.learner.checkpoints
-            oldest = self.start_step if checkpoints is None else checkpoints.oldest_step
+            oldest = self.learner.oldest_step()
             evaluated = self.pool.saved.get(oldest, -1)
             self.pool.source.report_progress(
                 version, oldest, evaluated=evaluated, tokens=tokens.fates
@@ -156,9 +203,8 @@ class Run:
 
     def load(self, version: int) -> dict[str, float]:
         """Have the engine, if there is one, sample with `version` from now on; its metrics."""
-        if self.pool is not None:
-            return {}
-        return load(self.engines[self.config.train.policy], version, self.placement)
+        engine = self.shared.engines[self.config.train.policy]
+        return load(engine, version, self.components.placement)
 
     def evaluate(self, step: int) -> Measured | None:
         """Measure the policy on held-out tasks and benchmarks; None where that is not due.
@@ -223,17 +269,17 @@ class Run:
     def report(self, warm: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
         """Write the report, with the comparisons of both ends where they were made."""
         tokens = None
-        if self.pool is not None and self.placement.world.is_main:
+        if self.pool is not None and self.components.world.is_main:
             tokens = self.pool.source.token_account()
         self.logger.report(
-            self.memory_plan, warm, trained, signal=self.signal.summary(), tokens=tokens
+            self.shared.memory_plan, warm, trained, signal=self.signal.summary(), tokens=tokens
         )
 
     def evaluate_warm(self) -> dict[str, Any]:
         """Measure the policy that training starts from, once per run; {} where ends are not."""
         if not self.config.eval.at_ends:
             return {}
-        path, world = self.run_dir.path / "warm.json", self.placement.world
+        path, world = self.logger.run_dir.path / "warm.json", self.components.world
         # The main rank's word counts: others may have no file system in common with it.
         if self.start_step:
             saved = path.read_text() if world.is_main and path.exists() else ""
@@ -243,7 +289,7 @@ class Run:
         warm, trajectories = self._compare(self.start_step)
         if not self.start_step:
             self.logger.log_held_out(0, trajectories)
-        if self.placement.world.is_main:
+        if self.components.world.is_main:
             atomic_write_text(path, json.dumps(warm))
             if not self.start_step:
                 seconds = time.monotonic() - started

@@ -1,4 +1,6 @@
-"""The log of a run: metrics.jsonl, the rollouts, the progress line, and the report at the end."""
+"""The log of a run: the banner, metrics.jsonl, the rollouts, the progress line, and the report at
+the end.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from flowtrain import __version__
 from flowtrain.config import Config
 from flowtrain.evaluation.evaluator import Measured
 from flowtrain.logging import (
@@ -22,13 +25,14 @@ from flowtrain.logging import (
     comparison_table,
     write_summary,
 )
+from flowtrain.logging.fingerprints import changes
 from flowtrain.logging.loggers import open_loggers
 from flowtrain.logging.series import Series, read_series, total_seconds, total_tokens
-from flowtrain.records import Group, TokenAccount, Trajectory
+from flowtrain.logging.tally import Tally
+from flowtrain.records import Group, Rollouts, TokenAccount, TrainBatch, Trajectory
 from flowtrain.trainer import checkpoint
 from flowtrain.trainer.devices import MemoryPeak, peak_tflops
-from flowtrain.trainer.records import Prepared, Rollouts
-from flowtrain.trainer.run.step_counts import Counted
+from flowtrain.trainer.model.fused_layers import fused_text
 from flowtrain.trainer.setup.components import RunComponents
 from flowtrain.trainer.setup.memory_plan import MemoryPlan
 from flowtrain.trainer.setup.placement import Placement
@@ -37,16 +41,27 @@ from flowtrain.utils.text import printable
 _log = logging.getLogger(__name__)
 
 
+class Counted(NamedTuple):
+    """A step in numbers, the same on every rank."""
+
+    total: Tally
+    tokens: TokenAccount
+    mismatch: Mapping[str, float]
+    """Metrics of trainer and sampler."""
+    metrics: Mapping[str, float]
+    """All of it for the log."""
+
+
 class RunLogger:
     """Writes a run down: the main rank its metrics, each rank that samples its rollouts."""
 
     def __init__(
         self,
-        components: RunComponents,
+        config: Config,
         placement: Placement,
         run_dir: RunDir,
-        *,
         memory: MemoryPeak,
+        *,
         start_step: int,
         is_shown: bool = True,
     ) -> None:
@@ -55,11 +70,8 @@ class RunLogger:
         `memory` has watched this process from before the model was loaded; `is_shown`: the main
         rank tells how far the run is.
         """
-        config = components.config
-        self._config = config
-        self._placement = placement
-        self._run_dir = run_dir
-        self._memory = memory
+        self._config, self._placement = config, placement
+        self.run_dir, self._memory = run_dir, memory
         tflops = _known_tflops(config, placement.world.device)
         self._peak_flops = 1e12 * tflops * placement.trainers.size
         self.progress = Progress(
@@ -72,7 +84,7 @@ class RunLogger:
             self._cleanup = cleanup.pop_all()
 
     def _open(self, start_step: int, cleanup: ExitStack) -> None:
-        config, path, samplers = self._config, self._run_dir.path, self._placement.samplers
+        config, path, samplers = self._config, self.run_dir.path, self._placement.samplers
         last_step = start_step or -1  # from the start also means: without the line of step 0
         is_main = self._placement.world.is_main
         self._metrics = None
@@ -110,29 +122,25 @@ class RunLogger:
         self,
         step: int,
         rollouts: Rollouts,
-        prepared: Prepared,
+        batch: TrainBatch,
         *,
         trained: Mapping[str, float],
         counted: Counted,
-        weights: Mapping[str, float | str],
-        kept: Mapping[str, float],
         evaluation: Measured | None,
-        seconds: Mapping[str, float],
+        metrics: Mapping[str, Any],
     ) -> None:
         """Write a step down; its rollouts beside what comes next, until `flush`.
 
         Args:
-            rollouts, prepared: this rank's.
+            rollouts, batch: this rank's.
             trained: statistics of the optimizer steps; empty on a rank that does not train.
-            weights: metrics of publishing and loading them.
-            kept: metrics of the replay log.
-            seconds: by stage.
+            metrics: those of the weights and of the replay log, and the seconds by stage.
         """
 
         def write_rollouts() -> None:
             if evaluation is not None:
                 self.log_held_out(step, evaluation.held_out)
-            trained_of = (prepared.batch.samples, self._config.train.policy)
+            trained_of = (batch.samples, self._config.train.policy)
             self._trajectories.log(step, step - 1, rollouts.groups, *trained_of)
 
         self.flush()
@@ -149,10 +157,8 @@ class RunLogger:
                 **measured,
                 **rollouts.metrics,
                 **trained,
-                **self._speed(trained, seconds["train_s"]),
-                **weights,
-                **kept,
-                **seconds,
+                **self._speed(trained, metrics["train_s"]),
+                **metrics,
             }
         )
 
@@ -184,7 +190,7 @@ class RunLogger:
         by; those of the same step in the other log are of another draw.
         """
         samplers, step = self._placement.samplers, self._config.train.num_steps
-        log = TrajectoryLog(self._run_dir.path, samplers.rank, -1, "trained", samplers.size)
+        log = TrajectoryLog(self.run_dir.path, samplers.rank, -1, "trained", samplers.size)
         log.log(step, step, self._groups_of_one(trajectories))
 
     def _groups_of_one(self, trajectories: Sequence[Trajectory]) -> list[Group]:
@@ -225,7 +231,7 @@ class RunLogger:
         (peak_bytes,) = self._placement.world.max([self.peak_bytes()])
         if not self._placement.world.is_main:
             return
-        path = self._run_dir.path
+        path = self.run_dir.path
         series = read_series(path)
         tokens = tokens or total_tokens(series)
         summary = {
@@ -248,7 +254,7 @@ class RunLogger:
             if key.startswith("reward/") and not any(values):
                 print(f"{key.removeprefix('reward/')!r}, a part of the reward, was 0 in every step")
         print(f"tokens: {tokens.text()}")
-        model = checkpoint.place(self._run_dir.checkpoints, self._config.train.num_steps)
+        model = checkpoint.place(self.run_dir.checkpoints, self._config.train.num_steps)
         files = f"{curves}summary.json, metrics.jsonl, trajectories.jsonl"
         print(f"{path}/{files}; model: {model}")
         print(f"to look at it: python -m flowtrain.logging.page {path}")
@@ -282,3 +288,55 @@ def _draw(path: Path) -> bool:
         return False
     curves.plot_curves(path)
     return True
+
+
+def train_banner(components: RunComponents, start_step: int) -> str:
+    """Say what is trained on what and where; `start_step`: the step after which a run goes on."""
+    config, placement = components.config, components.placement
+    rollout, train, trainers = config.rollout, config.train, placement.trainers
+    each_step = f"each {rollout.num_questions} questions x {rollout.group_size} rollouts"
+    samplers = f"{rollout.engine} on {placement.samplers.size} ranks"
+    if config.dataflow.url:
+        samplers = f"nodes of {config.dataflow.url}"
+    device = trainers.device.type
+    device += f", {torch.get_num_threads()} threads each" * (device == "cpu")
+    rows = {
+        "ranks": f"sampled by {samplers}, trained by {trainers.size} ({device})",
+        "steps": f"{train.num_steps}, {each_step}"
+        + f", after step {start_step}" * (start_step > 0),
+        "fused": fused_text(components.model) or "no layers",
+    }
+    names = (config.word_for(name) for name in (train.policy, *config.trained_beside))
+    title = f"{components.algorithm} trains the {' and the '.join(names)}"
+    return _banner(components, title, rows)
+
+
+def rft_banner(components: RunComponents) -> str:
+    """Say who demonstrates what to which model, and where the result will be."""
+    config, rft = components.config, components.config.rft
+    policy = config.word_for(config.train.policy)
+    steps = f"{rft.num_steps} steps" if rft.num_steps else f"{rft.num_epochs:g} epochs"
+    steps += f" (train.token_budget = {config.train.row_budget})"
+    then = "no more" if rft.collect_only else f"then imitated for {steps}"
+    rows = {"next": f"{rft.num_rollouts:,} rollouts are made, {then}"}
+    return _banner(components, f"the {policy} imitates demonstrations ({rft.expert})", rows)
+
+
+def _banner(components: RunComponents, title: str, rows: dict[str, str]) -> str:
+    config, tasks, agent = components.config, components.tasks, components.config.agent
+    num_all = sum(parameter.numel() for parameter in components.model.parameters())
+    adapter = f", LoRA of rank {config.lora.rank}" if config.lora.rank else ""
+    num_train = sum(len(found) for _, found in tasks.mixture.values()) or len(tasks.train)
+    num_held_out = sum(map(len, tasks.held_out.values()))
+    tools = ", ".join(agent.tools) or "no tools"
+    shown = {
+        "model": f"{config.model.path}, {num_all:,} parameters, {config.model.dtype}{adapter}",
+        "tasks": f"{config.tasks.name}, {num_train:,} to train on, {num_held_out:,} held out",
+        "agent": f"{agent.name}, at most {agent.max_turns} turns, {tools}",
+        **rows,
+        "folder": config.run.dir,
+    }
+    if changed := changes(Path(config.run.dir), config):
+        shown["change"] = changed
+    lines = [f"  {name:6}  {value}" for name, value in shown.items()]
+    return "\n".join([f"flowtrain {__version__}: {title}", *lines])

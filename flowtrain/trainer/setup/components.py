@@ -7,12 +7,13 @@ wrong with the input is found out here, before the run folder is made.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -21,9 +22,9 @@ from flowtrain.agents.agentflow.build import check_room, make_policy
 from flowtrain.agents.base import Agent, AgentContext
 from flowtrain.agents.registry import AgentKind, load_kind
 from flowtrain.algorithms import Algorithm, load_algorithm
-from flowtrain.config import Config
+from flowtrain.config import Config, Reward
 from flowtrain.config.options import to_toml
-from flowtrain.inference.chat_engines import TEACHER, ChatEngines, make_chat_engines
+from flowtrain.inference.chat_engines import ChatEngines, make_chat_engines
 from flowtrain.inference.factory import (
     ModelSpec,
     make_adapter_engines,
@@ -37,7 +38,6 @@ from flowtrain.logging import RunDir, manifest
 from flowtrain.records import PolicyName, UserError
 from flowtrain.rewards import Judge, JudgeCache, RewardFunctions
 from flowtrain.rewards.references import check_tasks
-from flowtrain.rollouts.contract import Register
 from flowtrain.tasks.sets import TaskSet, task_set, without_tasks
 from flowtrain.tools import Tool
 from flowtrain.tools.registry import make_tools
@@ -46,72 +46,62 @@ from flowtrain.trainer.devices import keep_freed_memory, threads_per_rank
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.model.loading import load_model
 from flowtrain.trainer.model.lora import add_adapter
-from flowtrain.trainer.setup.memory_plan import MemoryPlan, plan_memory
-from flowtrain.trainer.setup.placement import Placement
+from flowtrain.trainer.setup.memory_plan import MemoryPlan
+from flowtrain.trainer.setup.placement import Placement, memory_of, with_token_budget
 from flowtrain.trainer.setup.tiny_policy import new_policy
 from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.waiting import waiting
 from flowtrain.weights import Source
-from flowtrain.weights.ranks import together
+from flowtrain.weights.ranks import on_all_ranks
+
+Scoring = tuple[Judge | None, RewardFunctions | None, Reward | None]
+"""The judge, the reward functions and the bounds of rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerComponents:
     """The parts of the half of a run that learns."""
 
-    world: World
+    placement: Placement
     algorithm: Algorithm
     tokenizer: PreTrainedTokenizerFast
     model: PreTrainedModel
     """The policy that is trained, not sharded yet: on the main rank fp32 master weights on the CPU
     or, with [lora], frozen ones in model.dtype and an adapter in fp32; on others the meta device.
     """
+    policies: Mapping[PolicyName, ModelSpec]
+    """All policies of the flow; none where nothing is asked."""
 
     @classmethod
-    def load(cls, config: Config, world: World) -> LearnerComponents:
+    def load(cls, config: Config, placement: Placement) -> LearnerComponents:
         """Load what training from stored rollouts takes; nothing can be asked or scored.
 
         Tasks are loaded only for model.path = "tiny", whose tokenizer is trained on them.
         """
-        algorithm = _begin(config, world)
+        algorithm = _begin(config, placement.world)
         config = algorithm.config
         tasks = task_set(config) if config.model.path == "tiny" else TaskSet((), {}, ())
-        load = partial(load_trained_policy, config, tasks, with_weights=world.is_main)
-        tokenizer, model = together(world, load, other_failed=UserError)
-        return cls(world=world, algorithm=algorithm, tokenizer=tokenizer, model=model)
+        tokenizer, model = _load_policy(config, tasks, placement.world)
+        return cls(
+            placement=placement,
+            algorithm=with_token_budget(algorithm, model, {}, placement),
+            tokenizer=tokenizer,
+            model=model,
+            policies={},
+        )
 
     @property
     def config(self) -> Config:
-        """The run's, with what it leaves to the algorithm filled in."""
+        """The run's, with what it leaves to the algorithm and to the memory filled in."""
         return self.algorithm.config
 
-    def with_config(self, config: Config) -> Self:
-        """Return the same parts under another config."""
-        return replace(self, algorithm=self.algorithm.with_config(config))
-
     @property
-    def sampled_sizes(self) -> Sequence[int]:
-        """Numbers of parameters of the models that engines of this run hold."""
-        return ()
+    def world(self) -> World:
+        return self.placement.world
 
-    @property
-    def size_beside(self) -> int:
-        """Number of parameters of the models that are trained beside this one."""
-        return 0
-
-    def plan_memory(self, placement: Placement) -> MemoryPlan:
+    def plan_memory(self) -> MemoryPlan:
         """Predict the memory of a step of a rank that trains."""
-        device = placement.world.device
-        is_gpu = device.type == "cuda"
-        return plan_memory(
-            self.config,
-            self.model,
-            self.sampled_sizes,
-            size_beside=self.size_beside,
-            num_ranks=placement.trainers.size,
-            gpu_bytes=torch.cuda.get_device_properties(device).total_memory if is_gpu else 0,
-            has_reference=self.algorithm.needs_reference,
-        )
+        return memory_of(self.config, self.algorithm, self.model, self.policies, self.placement)
 
     def open_run_dir(self, facts: Mapping[str, Any] | None = None) -> RunDir:
         """Create the folder of the run, or open it to resume; collective, the same on every rank.
@@ -127,7 +117,7 @@ class LearnerComponents:
                 begun = manifest(run.seed, sys.argv, self.world.size)
                 RunDir.create(path, to_toml(self.config), {**begun, **(facts or {})})
 
-        together(self.world, create, other_failed=UserError)
+        on_all_ranks(self.world, create, other_failed=UserError)
         return RunDir.open(path)
 
 
@@ -138,14 +128,14 @@ class RunComponents(LearnerComponents):
     """
 
     tasks: TaskSet
-    policies: Mapping[PolicyName, ModelSpec]
-    """All policies of the flow."""
     chats: ChatEngines
     """The models behind the roles of the flow, the tools and the judge."""
     tools: dict[str, Tool]
     """By name; `agent.tools` may name a file, or all tools of an MCP server."""
     agent_kind: AgentKind
     reward_functions: RewardFunctions | None
+    judge: Judge | None
+    """None where `roles.judge` says so."""
     cleanup: ExitStack
     """Closes what was started, the last first."""
 
@@ -153,80 +143,94 @@ class RunComponents(LearnerComponents):
     def prepare(
         cls,
         config: Config,
-        world: World,
+        placement: Placement,
         *,
+        asked: Collection[PolicyName] | None = None,
+        others: Mapping[str, str] | None = None,
         fictional: bool = False,
-        scripted: bool = False,
-        with_weights: bool = True,
-        with_tasks: bool = True,
-        teacher: str = "",
+        is_node: bool = False,
     ) -> RunComponents:
-        """Load and check everything; write nothing.
+        """Load and check everything; write nothing but the judge's cache.
 
         Args:
+            asked: the policies that will be asked; None: all. Others need no model if they are not
+                trained: their scripts write in the tokens of the one that is.
+            others: names in [engines] of models in roles outside of [roles].
             fictional: the questions are about made-up entities.
-            scripted: no policy is asked anything. Policies that are not trained then need no model;
-                their scripts write in the tokens of the one that is.
-            with_weights: the policy is trained or asked; else its shape and tokenizer will do.
-            with_tasks: else tasks come one by one, as to a node; they are loaded for
+            is_node: tasks come one by one, and all weights from a store. Tasks are loaded for
                 model.path = "tiny" alone, whose tokenizer is trained on them.
-            teacher: the name in [engines] of a model that demonstrates; "": there is none.
         """
+        world = placement.world
         algorithm = _begin(config, world)
         config = algorithm.config
+        policy, is_given = config.train.policy, not is_node or config.model.path == "tiny"
+        asked = config.policy_names if asked is None else asked
         functions = RewardFunctions.load(config.reward, config.policy_names)
         with waiting("reading the questions", world.is_main):
-            is_given = with_tasks or config.model.path == "tiny"
             tasks = task_set(config, fictional) if is_given else without_tasks(config)
         has_judge = config.roles.judge != "none"
-        together(
+        on_all_ranks(
             world,
             lambda: check_tasks(tasks, functions, has_judge) if world.is_main else None,
             other_failed=UserError,
         )
-        with waiting(f"loading {config.model.path}", world.is_main):
-            has_weights = with_weights and world.is_main
-            load = partial(load_trained_policy, config, tasks, has_weights)
-            tokenizer, model = together(world, load, other_failed=UserError)
-        if not with_weights:
-            model.to("meta")  # a "tiny" one has some all the same
+        # What others say may be collected without a model that says it.
+        needs_weights = not is_node and (policy in asked or not config.rft.collect_only)
+        tokenizer, model = _load_policy(config, tasks, world, needs_weights)
         trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
         policies = {
             name: trained
-            if scripted or name == config.train.policy
+            if name == policy or name not in asked
             else ModelSpec.load(*config.path_of(name))
             for name in config.policy_names
         }
+        algorithm = with_token_budget(algorithm, model, policies, placement)
+        config = algorithm.config
         confine_checkers(config.agent)
         agent_kind = load_kind(config)
         algorithm.check_agent(agent_kind)
-        for name, policy in policies.items():
-            check_room(config, name, policy.max_positions)
-            pass_to_template(policy.tokenizer, config.model.chat_template_kwargs)
+        for name, spec in policies.items():
+            check_room(config, name, spec.max_positions)
+            pass_to_template(spec.tokenizer, config.model.chat_template_kwargs)
+        first_tokenizer = policies[config.first_policy].tokenizer
         with ExitStack() as cleanup:  # frees what has started when a later part cannot
-            first_tokenizer = policies[config.first_policy].tokenizer
-            others = {TEACHER: teacher} if teacher else {}
-            chats = make_chat_engines(config, first_tokenizer, world.device, others)
-            cleanup.callback(chats.close)
-            tools = make_tools(config, tasks, chats.roles.get("tools"), chats.roles)
-            for tool in tools.values():
-                cleanup.callback(tool.close)
+            chats, tools = start_tools(
+                config, tasks, first_tokenizer, world.device, others or {}, cleanup
+            )
             if tasks.train:
                 algorithm.check_inputs(tasks, tools)
             agent_kind.check(config, first_tokenizer)
+            judge = make_judge(config, chats)
             started = cleanup.pop_all()
         return cls(
-            world=world,
+            placement=placement,
             algorithm=algorithm,
             tokenizer=tokenizer,
             model=model,
-            tasks=tasks,
             policies=policies,
+            tasks=tasks,
             chats=chats,
             tools=tools,
             agent_kind=agent_kind,
             reward_functions=functions,
+            judge=judge,
             cleanup=started,
+        )
+
+    def beside(self, policy: PolicyName) -> RunComponents:
+        """Load another policy that the run trains: the same parts, but for what learns; collective.
+        They are not closed.
+        """
+        algorithm = load_algorithm(self.config.beside(policy))
+        algorithm.check_agent(self.agent_kind)
+        tokenizer, model = _load_policy(algorithm.config, self.tasks, self.world)
+        return replace(
+            self,
+            algorithm=algorithm,
+            tokenizer=tokenizer,
+            model=model,
+            chats=ChatEngines({}, {}),  # which the first policy's parts count, and the judge
+            judge=None,
         )
 
     def show_sources(self) -> None:
@@ -235,47 +239,23 @@ class RunComponents(LearnerComponents):
             for source in self.tasks.sources:
                 print(source.text())
 
-    @property
-    def sampled_sizes(self) -> Sequence[int]:
-        if not self.config.samples_here:
-            return ()
-        shared = shared_policies(self.config, self.policies)[1:]  # the first has the weights
-        return [spec.num_parameters() for name, spec in self.policies.items() if name not in shared]
-
-    @property
-    def size_beside(self) -> int:
-        return sum(self.policies[name].num_parameters() for name in self.config.trained_beside)
-
-    def registration(self, step: int) -> Register:
-        """Describe the trained policy to the dataflow, for a run that goes on at `step`."""
-        config, shape = self.config, self.model.config
-        dtype = getattr(torch, config.model.dtype)
-        return Register(
-            policy=config.train.policy,
-            layout=self.policies[config.train.policy].layout(dtype, config.lora),
-            store=config.dataflow.store or str((Path(config.run.dir) / "weights").resolve()),
-            num_groups=config.rollout.num_questions,
-            max_staleness=config.dataflow.max_staleness,
-            vocab_size=shape.vocab_size,
-            max_positions=shape.max_position_embeddings,
-            step=step,
-        )
-
     def make_policy_engines(
         self,
         stores: Mapping[str, Source],
-        names: Collection[PolicyName] | None = None,
+        asked: Collection[PolicyName] | None = None,
         *,
         branches: bool = False,
     ) -> dict[str, Engine]:
         """Start an engine for each policy, by name, whose weights come from its store by version.
 
-        A policy without a store is frozen at the weights of its path. One that is not among the
-        `names`, if these are given, is asked nothing and gets a stand-in. `branches`: branch points
-        are chosen by what the engines say of their tokens.
+        A policy without a store is frozen at the weights of its path. One that is not among those
+        `asked`, if these are given, gets a stand-in. `branches`: branch points are chosen by what
+        the engines say of their tokens.
         """
-        engines = self.make_no_engines()
-        asked = list(self.policies if names is None else names)
+        asked = self.config.policy_names if asked is None else asked
+        engines: dict[str, Engine] = {
+            name: NoEngine(policy.max_positions) for name, policy in self.policies.items()
+        }
         shared = [name for name in shared_policies(self.config, self.policies) if name in asked]
         records_entropies = branches or self.algorithm.records_entropies
         with waiting(f"starting the engine ({self.config.rollout.engine})", self.world.is_main):
@@ -300,29 +280,24 @@ class RunComponents(LearnerComponents):
         self.chats.bind(engines[self.config.first_policy])
         return engines
 
-    def make_no_engines(self) -> dict[str, Engine]:
-        """Stand in for the policy engines where none is asked."""
-        return {name: NoEngine(policy.max_positions) for name, policy in self.policies.items()}
-
-    @property
-    def branches(self) -> bool:
-        """Whether some rollouts of a group leave others of it."""
-        return self.algorithm.num_roots != self.config.rollout.group_size
-
     def make_agent(
         self,
         engines: Mapping[str, Engine],
         max_turns: int,
         temperature: float | None = None,
+        sampled: Counter[PolicyName] | None = None,
     ) -> Agent:
         """Build the agent that `agent.name` asks for; close it when done.
 
         Args:
             engines: those of `make_policy_engines`.
             temperature: of all policies; None: each has its own.
+            sampled: counts the tokens that its policies sample.
         """
         policies = {
-            name: make_policy(self.config, name, engines[name], policy.tokenizer, temperature)
+            name: make_policy(
+                self.config, name, engines[name], policy.tokenizer, temperature, sampled
+            )
             for name, policy in self.policies.items()
         }
         roles = self.chats.roles
@@ -330,9 +305,10 @@ class RunComponents(LearnerComponents):
             AgentContext(self.config, policies, self.tools, roles, max_turns)
         )
 
-    def make_judge(self) -> Judge | None:
-        """Build the judge; None where `roles.judge` says so."""
-        return make_judge(self.config, self.chats)
+    def scoring(self, is_benchmark: bool = False) -> Scoring:
+        """Return how rollouts are scored; benchmarks by their own rules in place of functions."""
+        functions, bounds = self.reward_functions, self.config.reward
+        return (self.judge, None, None) if is_benchmark else (self.judge, functions, bounds)
 
     def close(self) -> None:
         self.cleanup.close()
@@ -343,22 +319,48 @@ def lock_run_dir(config: Config, world: World) -> ExitStack:
 
     Raises UserError on every rank when another process has it.
     """
-    cleanup = ExitStack()
+    cleanup, folder = ExitStack(), Path(config.run.dir)
 
     def lock() -> None:
-        if world.is_main:
-            cleanup.enter_context(RunDir.lock(Path(config.run.dir), "--run.dir"))
+        cleanup.enter_context(RunDir.lock(folder, "--run.dir"))
 
-    together(world, lock, other_failed=UserError)
+    on_all_ranks(world, lock if world.is_main else lambda: None, other_failed=UserError)
     return cleanup
+
+
+def start_tools(
+    config: Config,
+    tasks: TaskSet,
+    tokenizer: PreTrainedTokenizerFast | None,
+    device: torch.device,
+    others: Mapping[str, str],
+    cleanup: ExitStack,
+) -> tuple[ChatEngines, dict[str, Tool]]:
+    """Start the models of `make_chat_engines` and the tools, which `cleanup` closes."""
+    chats = make_chat_engines(config, tokenizer, device, others)
+    cleanup.callback(chats.close)
+    tools = make_tools(config, tasks, chats.roles.get("tools"), chats.roles)
+    for tool in tools.values():
+        cleanup.callback(tool.close)
+    return chats, tools
 
 
 def make_judge(config: Config, chats: ChatEngines) -> Judge | None:
     """Build the judge behind the rules; None where `roles.judge` says so."""
     engine = chats.roles.get("judge")
-    if engine is None:
-        return None
-    return Judge(engine, JudgeCache(Path(config.judge.cache)), config.judge)
+    return Judge(engine, JudgeCache(Path(config.judge.cache)), config.judge) if engine else None
+
+
+def _load_policy(
+    config: Config, tasks: TaskSet, world: World, needs_weights: bool = True
+) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
+    """Load the policy that is trained: the main rank its weights, if any are needed; collective."""
+    with waiting(f"loading {config.model.path}", world.is_main):
+        load = partial(load_trained_policy, config, tasks, needs_weights and world.is_main)
+        tokenizer, model = on_all_ranks(world, load, other_failed=UserError)
+    if not needs_weights:
+        model.to("meta")  # a "tiny" one has some all the same
+    return tokenizer, model
 
 
 def load_trained_policy(

@@ -11,103 +11,56 @@ from pathlib import Path
 import torch
 from flowkernels import LossSpec, TokenLossFn
 
-from flowtrain.algorithms import filter_samples
+from flowtrain.algorithms import Branches, filter_samples
 from flowtrain.algorithms.advantages import whitened
 from flowtrain.config import Config
-from flowtrain.records import TrainBatch, UserError
+from flowtrain.records import Group, Rollouts, TrainBatch, UserError
 from flowtrain.trainer import checkpoint
 from flowtrain.trainer.balance import balance
 from flowtrain.trainer.checkpoint import Checkpoints
 from flowtrain.trainer.cost import ForwardCost
-from flowtrain.trainer.distributed import World
 from flowtrain.trainer.lr_schedule import warmed_up
 from flowtrain.trainer.minibatch_factor import MinibatchFactor
-from flowtrain.trainer.minibatches import split
+from flowtrain.trainer.minibatches import complete
 from flowtrain.trainer.model import experts
 from flowtrain.trainer.model.loading import published_weights
 from flowtrain.trainer.model.lora import has_adapter
 from flowtrain.trainer.optimizers import KINDS
 from flowtrain.trainer.packing import PackedRow, pack
-from flowtrain.trainer.records import Prepared, Rollouts
 from flowtrain.trainer.setup.components import LearnerComponents
-from flowtrain.trainer.setup.placement import Placement
-from flowtrain.trainer.sharding import (
-    ShardSpec,
-    named_tensors,
-    shard,
-    skeleton,
-)
-from flowtrain.trainer.token_scores import attach_logprobs
+from flowtrain.trainer.sharding import ShardSpec, named_tensors, shard, skeleton
 from flowtrain.trainer.trainer import OptimSpec, Trainer
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
 from flowtrain.weights.format.files import writing_tensors
-from flowtrain.weights.ranks import Alone, Ranks, together
+from flowtrain.weights.ranks import Ranks, SingleRank, on_all_ranks
 
 Rows = Sequence[Sequence[PackedRow]]
 """Rows of a step, by mini-batch."""
+State = Mapping[str, int | str]
+"""What a run goes on from beside its weights and moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learner:
-    """The parts that learn. Methods are collective over all ranks."""
+class Follower:
+    """The half that learns on a rank that only samples: it prepares what it has sampled, and waits
+    where those that train have work to do. Methods are collective over all ranks.
+    """
 
     components: LearnerComponents
-    placement: Placement
     store: WeightStore
-    trainer: Trainer | None
-    """The trainer of the policy; None, as the two below, on a rank that only samples."""
-    publisher: Publisher | None
-    checkpoints: Checkpoints | None
-
-    @classmethod
-    def make(
-        cls, components: LearnerComponents, placement: Placement, store: WeightStore, folder: Path
-    ) -> Learner:
-        """Shard the model of `components` over the ranks that train; checkpoints go to `folder`."""
-        trainer = publisher = checkpoints = None
-        ranks = placement.trainers
-        if ranks.is_member:
-            algorithm, keep = components.algorithm, components.config.checkpoint.keep
-            trainer = make_trainer(
-                components,
-                ranks,
-                loss=algorithm.loss_spec(),
-                optim=optim_spec(components),
-                needs_reference=algorithm.needs_reference,
-                token_loss=algorithm.token_loss,
-                factor=algorithm.minibatch_factor(),
-            )
-            publisher = make_publisher(components, store, ranks)
-            checkpoints = Checkpoints(folder, ranks, keep=keep)
-        else:
-            components.model.to("meta")  # its memory is not needed here
-            experts.equip(components.model)
-        return cls(
-            components=components,
-            placement=placement,
-            store=store,
-            trainer=trainer,
-            publisher=publisher,
-            checkpoints=checkpoints,
-        )
 
     @property
     def config(self) -> Config:
         return self.components.config
 
-    @property
-    def weights(self) -> dict[str, torch.Tensor]:
-        """The tensors of a version, as shards; only on ranks that train, and collective there."""
-        return published_weights(self.components.model, self.config.lora.sync)
-
     def close(self) -> None:
         """Wait for a checkpoint that is being written, and free what the publisher holds."""
-        if self.checkpoints is not None:
-            self.checkpoints.close()
-        if self.publisher is not None:
-            self.publisher.close()
 
     # ---- the verbs of a step
+
+    def branch(self, step: int, groups: Sequence[Group]) -> Branches:
+        """Choose where rollouts of a step branch."""
+        return self.components.algorithm.branch(step, groups, None, self.components.tokenizer)
 
     def advantages(self, rollouts: Rollouts) -> TrainBatch:
         """Turn this rank's rollouts into what is trained of them; what cannot be is counted."""
@@ -118,119 +71,182 @@ class Learner:
         routers = experts.sizes_of(self.components.model)
         batch = filter_samples(batch, shape.max_position_embeddings, shape.vocab_size, routers)
         if self.components.algorithm.whitens:
-            batch = whitened(batch, self.placement.world)
-        batch = split(batch, self.config.train, self.placement.world)
-        samples = attach_logprobs(batch.samples, rollouts.logprobs)
-        return replace(batch, samples=tuple(samples))
+            batch = whitened(batch, self.components.world)
+        sizes = self.config.train.num_minibatches, self.config.train.minibatch_size
+        return complete(batch, *sizes, rollouts.logprobs, self.components.world)
 
-    def pack(self, batch: TrainBatch) -> Prepared:
+    def pack(self, batch: TrainBatch) -> Rows:
         """Lay the samples of this rank out in token trees."""
-        budget = self.config.train.row_budget
-        return Prepared(batch, pack(batch.samples, batch.num_minibatches, budget))
+        takers = self.components.placement.trainers.size
+        return pack(batch.samples, batch.num_minibatches, self.config.train.row_budget, takers)
 
     def balance(self, minibatches: Rows) -> Rows:
         """Return the rows that this rank trains, given those that it sampled."""
         cost = ForwardCost.of(self.components.model).flops
-        takers = self.placement.trainers.size
-        return balance(minibatches, cost, self.placement.world, num_takers=takers)
+        takers = self.components.placement.trainers.size
+        return balance(minibatches, cost, self.components.world, num_takers=takers)
 
     def old_logprobs(self, rows: Rows) -> Rows:
         """Have the policy score the rows before its first step, with `train.rescore`."""
-        return rows if self.trainer is None else self.trainer.old_logprobs(rows)
+        return rows
 
     def ref_logprobs(self, rows: Rows) -> Rows:
         """Have the reference policy score the rows, where the loss has a KL term."""
-        return rows if self.trainer is None else self.trainer.ref_logprobs(rows)
+        return rows
 
     def train(self, step: int, rows: Rows) -> Mapping[str, float]:
         """Take one optimizer step per mini-batch of rows.
 
         Returns statistics of all ranks that train; nothing on the others.
         """
-        metrics: Mapping[str, float] = {}
-        if self.trainer is not None:
-            t = self.config.train
-            self.trainer.set_lr(warmed_up(t.lr, step, t.warmup_steps))
-            # Nodes may sample with older weights; here all tokens are of one version.
-            version = None if self.config.samples_here else step - 1
-            metrics = self.trainer.optimize(rows, step, version)
-            if self.config.vllm.sleep:
-                torch.cuda.empty_cache()  # or vLLM would wake up to a GPU that torch keeps
-        return metrics
+        return {}
 
     def publish(self, version: int) -> dict[str, float | str]:
         """Publish the policy's weights; done on every rank when it returns the metrics."""
-        metrics: dict[str, float | str] = {}
-        if self.publisher is not None:
-            ranks, keep = self.placement.trainers, versions_kept(self.config)
-            with writing_tensors(self.store.root):
-                metrics = self.publisher.publish(self.weights, version).metrics()
-                together(
-                    ranks,
-                    lambda: self.store.collect_garbage(*keep) if ranks.is_main else None,
-                    other_failed=OSError,
-                )
-        self.placement.wait()
-        return metrics
+        self.components.placement.wait()
+        return {}
 
     # ---- the beginning and the end
 
     def resume(self, path: Path) -> None:
         """Load model and optimizer from a checkpoint of any number of ranks."""
-        if self.trainer is not None:
-            model, optimizer = self.components.model, self.trainer.optimizer
-            checkpoint.restore(path, model, optimizer, self.placement.trainers)
 
     def republish(self, version: int) -> None:
         """Bring the store to `version`, where the run starts or resumes; later versions go."""
-        is_there = False
-        if self.publisher is not None:
-            self._roll_back(version)
-            is_there = self.publisher.resume(self.weights, version)
-            if not is_there:
-                self._roll_back(version - 1)
-        if self.publisher is not None and not is_there:
-            self.publish(version)
-        else:
-            self.placement.wait()
+        self.components.placement.wait()
 
-    def _roll_back(self, version: int) -> None:
-        ranks = self.placement.trainers
-        with writing_tensors(self.store.root):
-            together(
-                ranks,
-                lambda: self.store.rollback(version) if ranks.is_main else None,
-                other_failed=OSError,
-            )
-
-    def save(
-        self,
-        step: int,
-        state: Mapping[str, int | str],
-        on_saved: Callable[[], None] = lambda: None,
-    ) -> None:
+    def save(self, step: int, state: State, on_saved: Callable[[], None]) -> None:
         """Write the checkpoint of `step` with the `state` of the run, beside what comes next.
 
         `on_saved` is called by a thread of each rank that trains, once it is on the disk.
         """
         self.wait_for_checkpoint()
-        if self.checkpoints is not None and self.trainer is not None:
-            components = self.components
-            self.checkpoints.save(
-                step,
-                components.model,
-                components.tokenizer,
-                self.trainer.optimizer,
-                state,
-                dtype=getattr(torch, components.config.model.dtype),
-                on_saved=on_saved,
-            )
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the newest checkpoint is on the disk, and raise what was raised there."""
-        checkpoints = self.checkpoints
-        wait = (lambda: None) if checkpoints is None else checkpoints.wait
-        together(self.placement.world, wait, other_failed=UserError)
+        on_all_ranks(self.components.world, lambda: None, other_failed=UserError)
+
+    def oldest_step(self) -> int:
+        """Return the step of the oldest checkpoint, for the main rank to report; not collective."""
+        return 0
+
+    def has_failed(self) -> bool:
+        """Tell whether the newest checkpoint could not be written; not collective."""
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learner(Follower):
+    """The half that learns on a rank that trains."""
+
+    trainer: Trainer
+    publisher: Publisher
+    checkpoints: Checkpoints
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The tensors of a version, as shards; collective over the ranks that train."""
+        return published_weights(self.components.model, self.config.lora.sync)
+
+    def close(self) -> None:
+        self.checkpoints.close()
+        self.publisher.close()
+
+    def branch(self, step: int, groups: Sequence[Group]) -> Branches:
+        parts = self.components
+        return parts.algorithm.branch(step, groups, self.trainer, parts.tokenizer)
+
+    def old_logprobs(self, rows: Rows) -> Rows:
+        return self.trainer.old_logprobs(rows)
+
+    def ref_logprobs(self, rows: Rows) -> Rows:
+        return self.trainer.ref_logprobs(rows)
+
+    def train(self, step: int, rows: Rows) -> Mapping[str, float]:
+        t = self.config.train
+        self.trainer.set_lr(warmed_up(t.lr, step, t.warmup_steps))
+        # Nodes may sample with older weights; here all tokens are of one version.
+        version = None if self.config.samples_here else step - 1
+        metrics = self.trainer.optimize(rows, step, version)
+        if self.config.vllm.sleep:
+            torch.cuda.empty_cache()  # or vLLM would wake up to a GPU that torch keeps
+        return metrics
+
+    def publish(self, version: int) -> dict[str, float | str]:
+        keep, replaced_s = self.config.weights.keep, 0.0
+        if self.config.dataflow.url:  # whose nodes sample with older versions, and load snapshots
+            dataflow = self.config.dataflow
+            keep, replaced_s = max(keep, dataflow.max_staleness + 1), dataflow.wait_s
+        with writing_tensors(self.store.root):
+            metrics = self.publisher.publish(self.weights, version).metrics()
+            self._on_main(lambda: self.store.collect_garbage(keep, replaced_s))
+        self.components.placement.wait()
+        return metrics
+
+    def resume(self, path: Path) -> None:
+        model, optimizer = self.components.model, self.trainer.optimizer
+        checkpoint.restore(path, model, optimizer, self.components.placement.trainers)
+
+    def republish(self, version: int) -> None:
+        self._roll_back(version)
+        if self.publisher.resume(self.weights, version):
+            self.components.placement.wait()
+        else:
+            self._roll_back(version - 1)
+            self.publish(version)
+
+    def _roll_back(self, version: int) -> None:
+        with writing_tensors(self.store.root):
+            self._on_main(lambda: self.store.rollback(version))
+
+    def _on_main(self, action: Callable[[], object]) -> None:
+        ranks = self.components.placement.trainers
+        on_all_ranks(ranks, lambda: action() if ranks.is_main else None, other_failed=OSError)
+
+    def save(self, step: int, state: State, on_saved: Callable[[], None]) -> None:
+        self.wait_for_checkpoint()
+        self.checkpoints.save(
+            step,
+            self.components.model,
+            self.components.tokenizer,
+            self.trainer.optimizer,
+            state,
+            dtype=getattr(torch, self.config.model.dtype),
+            on_saved=on_saved,
+        )
+
+    def wait_for_checkpoint(self) -> None:
+        on_all_ranks(self.components.world, self.checkpoints.wait, other_failed=UserError)
+
+    def oldest_step(self) -> int:
+        return self.checkpoints.oldest_step
+
+    def has_failed(self) -> bool:
+        return self.checkpoints.has_failed
+
+
+def make_learner(components: LearnerComponents, store: WeightStore, folder: Path) -> Follower:
+    """Shard the model of `components` over the ranks that train; checkpoints go to `folder`."""
+    ranks, algorithm = components.placement.trainers, components.algorithm
+    if not ranks.is_member:
+        components.model.to("meta")  # its memory is not needed here
+        experts.equip(components.model)
+        return Follower(components=components, store=store)
+    trainer = make_trainer(
+        components,
+        loss=algorithm.loss_spec(),
+        optim=optim_spec(components),
+        needs_reference=algorithm.needs_reference,
+        token_loss=algorithm.token_loss,
+        factor=algorithm.minibatch_factor(),
+    )
+    return Learner(
+        components=components,
+        store=store,
+        trainer=trainer,
+        publisher=make_publisher(components, store, ranks),
+        checkpoints=Checkpoints(folder, ranks, keep=components.config.checkpoint.keep),
+    )
 
 
 def optim_spec(components: LearnerComponents) -> OptimSpec:
@@ -250,7 +266,6 @@ def optim_spec(components: LearnerComponents) -> OptimSpec:
 
 def make_trainer(
     components: LearnerComponents,
-    ranks: World,
     *,
     loss: LossSpec,
     optim: OptimSpec,
@@ -262,7 +277,7 @@ def make_trainer(
 
     The reference policy is a frozen copy, or the model itself with its adapter off.
     """
-    config = components.config
+    config, ranks = components.config, components.placement.trainers
     train = config.train
     dtype = getattr(torch, config.model.dtype)
     optim = replace(optim, kind=train.optimizer)
@@ -298,17 +313,19 @@ def make_trainer(
         reference=reference,
         token_loss=token_loss,
         factor=factor,
+        token_budget=train.row_budget,
     )
 
 
 def make_publisher(components: LearnerComponents, store: WeightStore, ranks: Ranks) -> Publisher:
     """Build the publisher of the ranks that train; it casts to the engines' dtype."""
     config = components.config
-    dtype = getattr(torch, config.model.dtype)
-    num_threads = torch.get_num_threads()
-    weights = config.weights
-    on_host = config.train.offload != "none"
-    options = PublishOptions(dtype, weights.level, num_threads, on_host)
+    options = PublishOptions(
+        getattr(torch, config.model.dtype),
+        config.weights.level,
+        torch.get_num_threads(),
+        config.train.offload != "none",
+    )
     return Publisher(store, options, ranks)
 
 
@@ -318,18 +335,9 @@ def publish_start(components: LearnerComponents, store: WeightStore) -> None:
 
     def publish() -> None:
         if world.is_main:
-            publisher = make_publisher(components, store, Alone())
+            publisher = make_publisher(components, store, SingleRank())
             publisher.publish(published_weights(components.model, components.config.lora.sync), 0)
             publisher.close()
 
     with writing_tensors(store.root):
-        together(world, publish)
-
-
-def versions_kept(config: Config) -> tuple[int, float]:
-    """Return how many versions stay in the store, with nodes all that they may sample with, and for
-    how many seconds a replaced snapshot does, which a node may be loading.
-    """
-    if not config.dataflow.url:
-        return config.weights.keep, 0.0
-    return max(config.weights.keep, config.dataflow.max_staleness + 1), config.dataflow.wait_s
+        on_all_ranks(world, publish)

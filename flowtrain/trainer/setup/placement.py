@@ -1,24 +1,48 @@
-"""Which ranks train and which sample: every rank both (colocated), or the last
-`rollout.num_engine_ranks` sample and the others train.
+"""How a run is laid out on its machines: which ranks train and which sample, and how long the rows
+are that those which train have memory for.
 """
 
 from __future__ import annotations
 
 import json
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
+from transformers import PreTrainedModel
+
+from flowtrain.algorithms import Algorithm
 from flowtrain.config import Config
-from flowtrain.records import UserError
+from flowtrain.inference.factory import ModelSpec, shared_policies
+from flowtrain.records import PolicyName, UserError
+from flowtrain.trainer.devices import memory_per_rank
 from flowtrain.trainer.distributed import World
+from flowtrain.trainer.setup.memory_plan import MemoryPlan, plan_memory
+
+_FEWEST, _MOST = 1024, 65536
+"""Bounds of an automatic token budget. 8 rollouts of AgentFlow's 10 turns are 64,460 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The ranks of a run by what they do; the same world three times where every rank does both."""
+    """The ranks by what they do: every rank both trains and samples (colocated), or the last
+    `rollout.num_engine_ranks` sample and the others train.
+    """
 
     world: World
     trainers: World
     samplers: World
+
+    @classmethod
+    def colocated(cls, world: World) -> Placement:
+        return cls(world, world, world)
+
+    @classmethod
+    def sampling(cls, world: World) -> Placement:
+        """Place a node or an evaluation, which trains nothing."""
+        return cls(world, World(-1, 0, world.device), world)
 
     @classmethod
     def of(cls, config: Config, world: World) -> Placement:
@@ -45,9 +69,11 @@ class Placement:
                 "last rank may sample: set rollout.num_engine_ranks = 1"
             )
         if not num_engines:
-            return cls(world, world, world)
+            return cls.colocated(world)
         ranks = range(world.size)
-        return cls(world, world.part(ranks[:-num_engines]), world.part(ranks[-num_engines:]))
+        return cls(
+            world, world.subworld(ranks[:-num_engines]), world.subworld(ranks[-num_engines:])
+        )
 
     @property
     def is_split(self) -> bool:
@@ -70,3 +96,68 @@ class Placement:
             self.world.gather_text(json.dumps(metrics))[self.trainers.size]
         )
         return found
+
+
+def memory_of(
+    config: Config,
+    algorithm: Algorithm,
+    model: PreTrainedModel,
+    policies: Mapping[PolicyName, ModelSpec],
+    placement: Placement,
+) -> MemoryPlan:
+    """Predict the memory of a step of a rank that trains `model`, one of the `policies`."""
+    device = placement.world.device
+    is_gpu = device.type == "cuda"
+    shared = shared_policies(config, policies)[1:]  # the first has the weights
+    sizes = {name: spec.num_parameters() for name, spec in policies.items()}
+    sampled = [size for name, size in sizes.items() if name not in shared]
+    return plan_memory(
+        config,
+        model,
+        sampled if config.samples_here else (),
+        size_beside=sum(sizes.get(name, 0) for name in config.trained_beside),
+        num_ranks=placement.trainers.size,
+        gpu_bytes=torch.cuda.get_device_properties(device).total_memory if is_gpu else 0,
+        has_reference=algorithm.needs_reference,
+    )
+
+
+def with_token_budget(
+    algorithm: Algorithm,
+    model: PreTrainedModel,
+    policies: Mapping[PolicyName, ModelSpec],
+    placement: Placement,
+) -> Algorithm:
+    """Put a number in the place of `train.token_budget = "auto"` where ranks train: that of the run
+    which goes on in its folder, else the most that each of them has memory for. Collective, and the
+    same on all ranks.
+    """
+    config, world, trainers = algorithm.config, placement.world, placement.trainers
+    if config.train.token_budget != "auto" or not trainers.size:
+        return algorithm
+
+    def with_number(number: int) -> Config:
+        train = config.train.model_copy(update={"token_budget": number})
+        return config.model_copy(update={"train": train})
+
+    def room(number: int) -> float:
+        some = with_number(number)
+        plan = memory_of(some, algorithm, model, policies, placement)
+        return plan.room(some, memory_per_rank())
+
+    known, most, begun = 0, _MOST, Path(config.run.dir) / "config.toml"
+    if world.is_main and config.run.resume == "auto" and begun.exists():
+        known = tomllib.loads(begun.read_text())["train"]["token_budget"]
+    elif trainers.is_member:
+        most = largest_budget(room(_FEWEST), room(_MOST))
+    of_run, negative = map(int, world.max([known, -most]))
+    return algorithm.with_config(with_number(of_run or -negative))
+
+
+def largest_budget(few_room: float, most_room: float) -> int:
+    """Return the tokens of a row that leave no room, in steps of 1,024, given the bytes that 1,024
+    and 65,536 leave: memory grows in a line, but for a chunk of the head.
+    """
+    share = few_room / max(few_room - most_room, 1)
+    num_tokens = int(_FEWEST + share * (_MOST - _FEWEST))
+    return min(max(num_tokens, _FEWEST), _MOST) // _FEWEST * _FEWEST

@@ -18,11 +18,16 @@ from safetensors.torch import save, save_file
 
 from flowtrain.utils.errors import user_error
 from flowtrain.utils.files import share, sync, writing
-from flowtrain.weights.format.checksums import record
-from flowtrain.weights.format.deltas import Blob
-from flowtrain.weights.format.layout import Layout, layout_hash
-from flowtrain.weights.format.manifest import FORMAT, File, StoreError, check_format
-from flowtrain.weights.format.tensor_shards import TensorShard
+from flowtrain.weights.format.manifest import (
+    FORMAT,
+    File,
+    Layout,
+    StoreError,
+    check_format,
+    layout_hash,
+    record,
+)
+from flowtrain.weights.format.tensor_shards import Blob, TensorShard
 
 _DELTA_KEY = "flowtrain_delta"
 _DELTA_FIELDS = {"format": int, "layout": str, "base": int, "version": int}
@@ -97,23 +102,6 @@ def read_delta(path: Path, layout: Layout, base: int, version: int) -> dict[str,
     Raises:
         StoreError: the file belongs to another model or other versions.
     """
-    head, blobs = open_delta(path)
-    if (head["base"], head["version"]) != (base, version):
-        raise StoreError(
-            f"{path} leads from version {head['base']} to {head['version']}, not from {base} to "
-            f"{version}"
-        )
-    if head["layout"] != layout_hash(layout):
-        raise StoreError(f"{path} belongs to a model of another layout")
-    if unknown := sorted(blobs.keys() - layout.keys()):
-        raise StoreError(
-            f"{path} holds a delta of {unknown[0]!r}, a tensor that the model does not have"
-        )
-    return blobs
-
-
-def open_delta(path: Path) -> tuple[dict[str, Any], dict[str, Blob]]:
-    """Return the head of a delta file (format, layout, base, version) and its deltas by tensor."""
     with _open(path) as file:
         head = _json_object(file, _DELTA_KEY)
         if isinstance(head.get("format"), int):
@@ -124,7 +112,18 @@ def open_delta(path: Path) -> tuple[dict[str, Any], dict[str, Blob]]:
     for name, tensor in tensors.items():
         if tensor.dtype != torch.uint8 or tensor.dim() != 1:
             raise StoreError(f"{path} holds {name!r} as {tensor.dtype}; a delta is a run of bytes")
-    return head, {name: tensor.numpy() for name, tensor in tensors.items()}
+    if (head["base"], head["version"]) != (base, version):
+        raise StoreError(
+            f"{path} leads from version {head['base']} to {head['version']}, not from {base} to "
+            f"{version}"
+        )
+    if head["layout"] != layout_hash(layout):
+        raise StoreError(f"{path} belongs to a model of another layout")
+    if unknown := sorted(tensors.keys() - layout.keys()):
+        raise StoreError(
+            f"{path} holds a delta of {unknown[0]!r}, a tensor that the model does not have"
+        )
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 def read_snapshot(path: Path, layout: Layout) -> list[TensorShard]:
@@ -157,9 +156,9 @@ def read_snapshot(path: Path, layout: Layout) -> list[TensorShard]:
 def _json_object(file: safe_open, key: str) -> dict[str, Any]:
     """Return the JSON object under a key of the metadata; empty when there is none."""
     with suppress(ValueError, RecursionError):
-        found = json.loads((file.metadata() or {}).get(key, ""))
-        if isinstance(found, dict):
-            return found
+        record = json.loads((file.metadata() or {}).get(key, ""))
+        if isinstance(record, dict):
+            return record
     return {}
 
 

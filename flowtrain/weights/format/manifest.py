@@ -1,7 +1,8 @@
 """The manifest of a version: what the weights are and which files lead to them.
 
 It is one JSON file, written when everything that it names is in place. A full snapshot is called
-"anchor" there and in file names.
+"anchor" there and in file names. No torch is imported here, so that a server of files starts at
+once.
 """
 
 from __future__ import annotations
@@ -9,23 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from flowtrain import _delta
 from flowtrain.records import UserError
 from flowtrain.utils.errors import user_error
-from flowtrain.weights.format.layout import (
-    Digest,
-    Layout,
-    TensorSpec,
-    add,
-    digest_hex,
-    layout_hash,
-    num_words_of,
-)
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = 1
 MAX_MANIFEST = 64 << 20
@@ -33,6 +32,12 @@ MAX_MANIFEST = 64 << 20
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """Errors of reading a record that has other fields than it should."""
+Digest = tuple[int, int]
+"""Two sums mod 2^64 over the words of a tensor or shard; digests of shards add up. See
+docs/delta-format.md."""
+_MASK = (1 << 64) - 1
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8, "uint8": 1}
+"""Bytes of an element: whoever only serves files need not import torch to count them."""
 
 
 class StoreError(UserError):
@@ -41,6 +46,100 @@ class StoreError(UserError):
 
 class NotThere(StoreError):
     """The server has no such file."""
+
+
+# ---- tensors, and digests of their words
+
+
+def add(*digests: Digest) -> Digest:
+    """Add digests up: the digest of several shards together."""
+    return sum(a for a, _ in digests) & _MASK, sum(b for _, b in digests) & _MASK
+
+
+def add_up(names: Iterable[str], digests: Sequence[Mapping[str, Digest]]) -> dict[str, Digest]:
+    """Add up the digests of all ranks' shards by tensor."""
+    return {name: add(*((d[name][0], d[name][1]) for d in digests if name in d)) for name in names}
+
+
+def subtract(x: Digest, y: Digest) -> Digest:
+    """Return the digest change from y to x."""
+    return (x[0] - y[0]) & _MASK, (x[1] - y[1]) & _MASK
+
+
+def digest_hex(digest: Digest) -> str:
+    """Write a digest as 32 hex digits, as in a manifest."""
+    return "".join(f"{part:016x}" for part in digest)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Dtype and shape of a whole tensor."""
+
+    dtype: str
+    """The name in torch: "bfloat16"."""
+    shape: tuple[int, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        import torch
+
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{self.dtype!r} is not a dtype of this torch")
+        return dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * (_BYTES.get(self.dtype) or self.torch_dtype.itemsize)
+
+    @property
+    def num_words(self) -> int:
+        return self.num_bytes // 2
+
+
+Layout = dict[str, TensorSpec]
+"""The tensors of a model by name."""
+
+
+def num_words_of(layout: Layout) -> int:
+    """Count the 16-bit words of a model."""
+    return sum(spec.num_words for spec in layout.values())
+
+
+def layout_hash(layout: Mapping[str, TensorSpec]) -> str:
+    """Hash names, dtypes and shapes into 32 hex digits."""
+    text = json.dumps({name: [spec.dtype, spec.shape] for name, spec in sorted(layout.items())})
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+ADAPTER_PREFIX = "base_model.model."
+"""The text that peft puts before the names of an adapter's tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """The low-rank adapters of one model: W becomes W + alpha / rank * B A, with A [rank, in] and
+    B [out, rank].
+    """
+
+    rank: int
+    alpha: float
+    layout: Layout
+    """A and B of every adapted layer, as each version of a store holds them."""
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the adapted layers, as the model has them."""
+        names = {name.removeprefix(ADAPTER_PREFIX).partition(".lora_")[0] for name in self.layout}
+        return sorted(names)
+
+    @property
+    def targets(self) -> list[str]:
+        """Ends of their names."""
+        return sorted({name.rpartition(".")[2] for name in self.modules})
+
+
+# ---- files
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +166,40 @@ def read_whole(path: Path, limit: int) -> bytes:
 def total_bytes(files: Iterable[File]) -> int:
     """Add up the sizes of files."""
     return sum(file.num_bytes for file in files)
+
+
+def record(path: Path) -> File:
+    """Take the checksum of a file."""
+    return File(path.name, path.stat().st_size, _checksum(path))
+
+
+def _checksum(path: Path) -> str:
+    data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
+    return f"{_delta.xxh3(np.asarray(data)):016x}"
+
+
+def checksum_of(data: bytes) -> str:
+    """Take the checksum of bytes."""
+    return f"{_delta.xxh3(np.frombuffer(data, np.uint8)):016x}"
+
+
+def mismatch(path: Path, expected: File) -> str:
+    """Describe how a file differs from its record; empty when it does not."""
+    size = path.stat().st_size
+    if size != expected.num_bytes:
+        return f"has {size} bytes, its manifest says {expected.num_bytes}"
+    if _checksum(path) != expected.xxh3:
+        return "does not have the checksum of its manifest"
+    return ""
+
+
+def check(path: Path, expected: File) -> None:
+    """Raise StoreError when a file differs from its record."""
+    if problem := mismatch(path, expected):
+        raise StoreError(f"{path} {problem}; delete it, or publish a full snapshot")
+
+
+# ---- the manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +317,11 @@ class Manifest:
         )
 
 
-def check_format(path: object, found: int) -> None:
+def check_format(path: object, number: int) -> None:
     """Raise StoreError when a newer flowtrain wrote the file."""
-    if found > FORMAT:
+    if number > FORMAT:
         raise StoreError(
-            f"{path} has format {found}; this code reads up to {FORMAT}, a newer flowtrain is "
+            f"{path} has format {number}; this code reads up to {FORMAT}, a newer flowtrain is "
             "needed"
         )
 

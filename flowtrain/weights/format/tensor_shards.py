@@ -1,4 +1,6 @@
-"""Tensors as the codec sees them: runs of 16-bit words, each at an offset in a whole tensor."""
+"""Tensors as the codec sees them: runs of 16-bit words, each at an offset in a whole tensor, with
+their digests and deltas.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from flowtrain import _delta
-from flowtrain.weights.format.layout import Digest, TensorSpec, add
+from flowtrain.weights.format.manifest import Digest, TensorSpec, add, add_up, subtract
+from flowtrain.weights.ranks import Ranks, SingleRank, gather
 
 U16 = np.ndarray[tuple[int], np.dtype[np.uint16]]
 """A flat, contiguous view of a tensor's bits as 16-bit words."""
+Blob = np.ndarray[tuple[int], np.dtype[np.uint8]]
+"""The delta of one shard, as `_delta.encode` returns it."""
+ShardKey = tuple[str, int]
+"""Name of a tensor, and index of a shard's first word in it."""
+DeltaBatch = dict[ShardKey, Blob]
+"""The deltas that lead from one version to another; a shard that is left out did not change."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,9 +47,13 @@ class TensorShard:
         """
         return self.source.to(self.spec.torch_dtype).contiguous()
 
+    def words(self) -> Tensor:
+        """Return the shard's words as int16, flat, on their device: perhaps a copy, as `rows`."""
+        return self.rows().view(-1).view(torch.int16)
+
     def u16(self) -> U16:
         """Return the shard's words on the CPU."""
-        return u16_view(self.rows().cpu())
+        return u16_view(self.words().cpu())
 
 
 def u16_view(tensor: Tensor) -> U16:
@@ -112,3 +125,27 @@ def to_digest(pair: Tensor) -> Digest:
     """Read a digest that a kernel computed as two int64."""
     a, b = pair.tolist()
     return add((a, b))
+
+
+def digest_change(blob: Blob) -> Digest:
+    """Return what a delta adds to the digest of its tensor."""
+    info = _delta.info(blob)
+    return subtract(info["target_digest"], info["base_digest"])
+
+
+def digests_of(
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+    ranks: Ranks | None = None,
+    num_threads: int = 1,
+) -> dict[str, Digest]:
+    """Compute the digest of every whole tensor; collective over `ranks`.
+
+    Args:
+        tensors: plain, or DTensors sharded by rows over the ranks, as for `Publisher.publish`.
+        dtype: the dtype that they are cast to; None: their own.
+    """
+    ranks = ranks or SingleRank()
+    shards = local_shards(tensors, dtype, ranks.rank, num_ranks=ranks.size)
+    digests = {shard.name: digest_of(shard.rows(), shard.first, num_threads) for shard in shards}
+    return add_up(sorted(tensors), gather(ranks, digests))

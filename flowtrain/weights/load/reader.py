@@ -1,9 +1,9 @@
 """The reader's side: bring tensors from the version that they hold to another one, in place, by the
 smallest files that the store offers.
 
-Fetch and check the files; compose the deltas when there are several; check that their digests lead
-from the held version to the wanted one; apply all of them or none. Where deltas do not lead there
-or are damaged, load a full snapshot and log why.
+Fetch and check the files; check that the digests of the deltas lead from the held version to the
+wanted one; apply all of them or none. Where deltas do not lead there or are damaged, load a full
+snapshot and log why.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flowtrain import _delta
 from flowtrain.utils.errors import user_error
-from flowtrain.weights.format.deltas import DeltaBatch, can_compose, compose_batches, digest_change
 from flowtrain.weights.format.files import read_delta, read_snapshot
-from flowtrain.weights.format.layout import Digest, add
-from flowtrain.weights.format.manifest import Manifest, StoreError, total_bytes
-from flowtrain.weights.format.tensor_shards import TensorShard
+from flowtrain.weights.format.manifest import Digest, Manifest, StoreError, add, total_bytes
+from flowtrain.weights.format.tensor_shards import (
+    DeltaBatch,
+    TensorShard,
+    digest_change,
+    digest_of,
+)
 from flowtrain.weights.load.target import HostTensors, Target, check_layout
-from flowtrain.weights.ranks import together
+from flowtrain.weights.ranks import on_all_ranks
 from flowtrain.weights.stores.folder import Source
 
 _log = logging.getLogger(__name__)
@@ -43,7 +47,7 @@ class Loaded:
     num_bytes: int = 0
     """Bytes read from the store."""
     num_deltas: int = 0
-    """Batches of deltas before they were composed."""
+    """Batches of deltas: one for each step from version to version."""
     num_damaged: int | None = None
     """Tensors that something else had changed and that were loaded again; None when the load did
     not verify all words."""
@@ -60,18 +64,23 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class UpdatePath:
-    """The deltas from the held version to a target, fetched and checked."""
+    """The deltas from a version that is held to a target, fetched and checked."""
 
     start: Manifest | None
     target: Manifest
-    batches: list[tuple[DeltaBatch, Manifest]]
-    """Batches of deltas, each with the version that it leads to; empty when both versions are the
-    same weights."""
+    batches: list[DeltaBatch]
+    """Batches of deltas, one after another; empty when both versions are the same weights."""
     num_bytes: int = 0
-    num_deltas: int = 0
-    """Batches before they were composed."""
     obstacle: str = ""
     """The reason for which deltas do not lead to the target; empty when they do."""
+
+
+class _Staged(NamedTuple):
+    """A path that is found in the background."""
+
+    version: int
+    start: Manifest | None
+    path: Future[UpdatePath]
 
 
 class WeightReader:
@@ -98,7 +107,7 @@ class WeightReader:
         self._verify_every = verify_every
         self._num_loads = 0
         self._manifest: Manifest | None = None
-        self._staged: tuple[int, Manifest | None, Future[UpdatePath]] | None = None
+        self._staged: _Staged | None = None
 
     @property
     def version(self) -> int | None:
@@ -108,19 +117,19 @@ class WeightReader:
         return None if self._manifest is None else self._manifest.version
 
     def stage(self, version: int) -> Future[UpdatePath]:
-        """Fetch, check and compose in the background what `load(version)` will apply. An error is
-        raised there too.
+        """Fetch and check in the background what `load(version)` will apply. An error is raised
+        there too.
         """
         pool = ThreadPoolExecutor(1)
         path = pool.submit(self._find_path, version)
-        self._staged = version, self._manifest, path
+        self._staged = _Staged(version, self._manifest, path)
         pool.shutdown(wait=False)
         return path
 
     @property
     def is_staged(self) -> bool:
         """True when nothing is being staged any more."""
-        return self._staged is None or self._staged[2].done()
+        return self._staged is None or self._staged.path.done()
 
     def load(self, version: int) -> Loaded:
         """Bring the tensors to `version`.
@@ -131,7 +140,7 @@ class WeightReader:
                 snapshot: see `version`.
         """
         started = time.monotonic()
-        path = together(self._target.ranks, lambda: self._take_path(version))
+        path = on_all_ranks(self._target.ranks, lambda: self._take_path(version))
         loaded = self._follow(path)
         self._num_loads += 1
         if self._verify_every > 0 and self._num_loads % self._verify_every == 0:
@@ -162,8 +171,8 @@ class WeightReader:
     def _take_path(self, version: int) -> UpdatePath:
         """Return the staged path if it starts from the held version, else find one now."""
         staged, self._staged = self._staged, None
-        if staged is not None and staged[0] == version and staged[1] is self._manifest:
-            return staged[2].result()
+        if staged and staged.version == version and staged.start is self._manifest:
+            return staged.path.result()
         return self._find_path(version)
 
     def _find_path(self, version: int) -> UpdatePath:
@@ -181,46 +190,44 @@ class WeightReader:
                     f"the deltas from version {held.version} to {target.version} are longer than "
                     "the weights"
                 )
-            composed = self._composed(batches, target)
         except (StoreError, _delta.DeltaError) as error:
             return UpdatePath(held, target, [], obstacle=str(error))
-        return UpdatePath(held, target, composed, num_bytes=num_bytes, num_deltas=len(batches))
+        return UpdatePath(held, target, batches, num_bytes=num_bytes)
 
     def _follow(self, path: UpdatePath) -> Loaded:
         target = path.target
+        # A rank that cannot take the deltas keeps all of them from doing so.
         obstacle = next(filter(None, self._target.ranks.gather_text(path.obstacle)), "")
+        mode, reason = "delta" if path.batches else "none", ""
         if not obstacle:
             try:
-                self._apply(path.batches)
+                self._apply(path)
             except _delta.DeltaError as error:
                 obstacle = str(error)
-            else:
-                self._manifest = target
-                mode = "delta" if path.batches else "none"
-                return Loaded(
-                    target.version, mode, num_bytes=path.num_bytes, num_deltas=path.num_deltas
-                )
-        if path.start is not None:
-            # A snapshot that the publisher chose is no surprise; any other is.
-            level = logging.WARNING if target.delta_files else logging.INFO
-            message = "version %d is loaded from a full snapshot: %s"
-            _log.log(level, message, target.version, obstacle)
-        problem = (
-            f"version {target.version} cannot be reached from the full snapshot of "
-            f"{target.snapshot}"
-        )
-        with user_error(problem, _delta.DeltaError, raises=StoreError):
-            num_bytes, num_deltas = self._load_snapshot(target)
-        reason = obstacle if target.delta_files else target.reason
-        return Loaded(
-            target.version, "snapshot", reason, num_bytes=num_bytes, num_deltas=num_deltas
-        )
+        if obstacle:
+            mode, reason = "snapshot", obstacle if target.delta_files else target.reason
+            if path.start is not None:
+                # A snapshot that the publisher chose is no surprise; any other is.
+                level = logging.WARNING if target.delta_files else logging.INFO
+                message = "version %d is loaded from a full snapshot: %s"
+                _log.log(level, message, target.version, obstacle)
+            problem = (
+                f"version {target.version} cannot be reached from the full snapshot of "
+                f"{target.snapshot}"
+            )
+            with user_error(problem, _delta.DeltaError, raises=StoreError):
+                path = self._load_snapshot(target)
+        num_deltas = len(path.batches)
+        return Loaded(target.version, mode, reason, num_bytes=path.num_bytes, num_deltas=num_deltas)
 
-    def _read_deltas(
-        self, start: Manifest, target: Manifest
-    ) -> tuple[list[tuple[DeltaBatch, Manifest]], int]:
-        """Fetch and check the deltas from one version to another. Returns them, each batch with the
-        version that it leads to, and their bytes.
+    def _apply(self, path: UpdatePath) -> None:
+        if path.batches:
+            self._target.apply(path.batches)
+        self._manifest = path.target
+
+    def _read_deltas(self, start: Manifest, target: Manifest) -> tuple[list[DeltaBatch], int]:
+        """Fetch and check the deltas from one version to another. Returns their batches and their
+        bytes.
         """
         batches = []
         num_bytes = 0
@@ -234,7 +241,7 @@ class WeightReader:
                 for name, blob in blobs.items():
                     batch[name, _delta.info(blob)["first"]] = blob
                     changes[name] = add(changes.get(name, (0, 0)), digest_change(blob))
-            batches.append((batch, manifest))
+            batches.append(batch)
         if missed := target.missed_by(start, changes):
             raise StoreError(
                 f"the deltas from version {start.version} to {target.version} do not lead there "
@@ -242,38 +249,16 @@ class WeightReader:
             )
         return batches, num_bytes
 
-    def _composed(
-        self, batches: list[tuple[DeltaBatch, Manifest]], target: Manifest
-    ) -> list[tuple[DeltaBatch, Manifest]]:
-        """Compose the batches into one where that is possible."""
-        deltas = [batch for batch, _ in batches]
-        if len(deltas) < 2 or not can_compose(deltas):
-            return batches
-        base_of = self._target.base
-        return [(compose_batches(deltas, self._num_threads, lambda k, n: base_of(*k, n)), target)]
-
-    def _apply(self, batches: list[tuple[DeltaBatch, Manifest]]) -> None:
-        """Apply each batch wholly or not at all."""
-        for batch, manifest in batches:
-            self._target.apply(batch)
-            self._manifest = manifest
-
-    def _load_snapshot(self, target: Manifest) -> tuple[int, int]:
-        """Load the newest full snapshot before the target and the deltas from there. Returns bytes
-        read and batches of deltas.
-        """
-        snapshot, shards, batches, num_bytes = together(
-            self._target.ranks, lambda: self._read_snapshot(target)
-        )
+    def _load_snapshot(self, target: Manifest) -> UpdatePath:
+        """Load the newest full snapshot before the target and the deltas from there."""
+        path, shards = on_all_ranks(self._target.ranks, lambda: self._read_snapshot(target))
         self._manifest = None  # until all is written
         self._target.write(shards)
-        self._manifest = snapshot
-        self._apply(self._composed(batches, target))
-        return num_bytes, len(batches)
+        self._manifest = path.start
+        self._apply(path)
+        return path
 
-    def _read_snapshot(
-        self, target: Manifest
-    ) -> tuple[Manifest, list[TensorShard], list[tuple[DeltaBatch, Manifest]], int]:
+    def _read_snapshot(self, target: Manifest) -> tuple[UpdatePath, list[TensorShard]]:
         snapshot = self.source.manifest(target.snapshot)
         check_layout(target.layout, snapshot.layout, snapshot.version)
         if not snapshot.snapshot_files:
@@ -281,15 +266,15 @@ class WeightReader:
                 f"version {target.snapshot} should have a full snapshot and has none; publish a "
                 "new version"
             )
-        batches: list[tuple[DeltaBatch, Manifest]] = []
+        batches: list[DeltaBatch] = []
         num_bytes = total_bytes(snapshot.snapshot_files)
         if snapshot.version != target.version:
             batches, delta_bytes = self._read_deltas(snapshot, target)
             num_bytes += delta_bytes
-        paths = [self.source.fetch(snapshot.version, file) for file in snapshot.snapshot_files]
-        shards = [shard for path in paths for shard in read_snapshot(path, target.layout)]
+        files = [self.source.fetch(snapshot.version, file) for file in snapshot.snapshot_files]
+        shards = [shard for file in files for shard in read_snapshot(file, target.layout)]
         _check_snapshot(snapshot, shards, self._num_threads)
-        return snapshot, shards, batches, num_bytes
+        return UpdatePath(snapshot, target, batches, num_bytes=num_bytes), shards
 
 
 def pull(source: Source, version: int, num_threads: int = 1) -> dict[str, Tensor]:
@@ -333,13 +318,13 @@ def _check_snapshot(snapshot: Manifest, shards: list[TensorShard], num_threads: 
         parts = sorted((s for s in shards if s.name == name), key=lambda shard: shard.first)
         end = 0
         for shard in parts:
-            end = end + len(shard.u16()) if shard.first == end else -1
+            end = end + len(shard.words()) if shard.first == end else -1
         if end != spec.num_words:
             raise StoreError(
                 f"the full snapshot of version {snapshot.version} does not hold the whole of "
                 f"{name!r}"
             )
-        digests = [_delta.digest(s.u16(), first=s.first, num_threads=num_threads) for s in parts]
+        digests = [digest_of(shard.rows(), shard.first, num_threads) for shard in parts]
         if add(*digests) != snapshot.digests[name]:
             raise StoreError(
                 f"the full snapshot of version {snapshot.version} is damaged at {name!r}"

@@ -1,21 +1,36 @@
-"""The tensors that a reader writes to, by the names of the store, wherever their words are."""
+"""The tensors that a reader writes to, by the names of the store, wherever their words are: whole
+in host memory, or as strided views of other memories.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from flowkernels import digest_at
 from torch import Tensor
 
 from flowtrain import _delta
-from flowtrain.weights.format.deltas import DeltaBatch
-from flowtrain.weights.format.layout import Digest, Layout
-from flowtrain.weights.format.manifest import Manifest, StoreError
-from flowtrain.weights.format.tensor_shards import U16, TensorShard, spec_of, u16_view
-from flowtrain.weights.ranks import Alone, Ranks
+from flowtrain.weights.format.manifest import Digest, Layout, Manifest, StoreError, add
+from flowtrain.weights.format.tensor_shards import (
+    U16,
+    DeltaBatch,
+    TensorShard,
+    digest_of,
+    spec_of,
+    to_digest,
+    u16_view,
+)
+from flowtrain.weights.ranks import Ranks, SingleRank
+
+_CHUNK = 1 << 20
+"""Words that are digested at a time."""
 
 
 class Target(Protocol):
@@ -29,13 +44,8 @@ class Target(Protocol):
     def check(self, manifest: Manifest) -> None:
         """Raise StoreError when the version is of another model."""
 
-    def base(self, name: str, first: int, num_words: int) -> U16:
-        """Return a tensor's current words; deltas at level 2 need them to decode. Raises StoreError
-        or DeltaError.
-        """
-
-    def apply(self, batch: DeltaBatch) -> None:
-        """Apply all of the deltas, or none.
+    def apply(self, batches: Sequence[DeltaBatch]) -> None:
+        """Apply the deltas of one batch after another: all of them, or none.
 
         Raises:
             DeltaError: a delta is damaged, or the words are not its base; on every rank.
@@ -61,7 +71,7 @@ class HostTensors:
 
     def __init__(self, tensors: Mapping[str, Tensor], num_threads: int = 1) -> None:
         """Raise ValueError for tensors that share a part of their memory."""
-        self.ranks = Alone()
+        self.ranks = SingleRank()
         self._layout = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
         self._twins = _twins(tensors)
         self._tensors = {name: t for name, t in tensors.items() if name not in self._twins}
@@ -78,14 +88,8 @@ class HostTensors:
                     "one tensor"
                 )
 
-    def base(self, name: str, first: int, num_words: int) -> U16:
-        return slice_of(name, self._host[name], first, num_words=num_words)
-
-    def apply(self, batch: DeltaBatch) -> None:
-        batch = {key: blob for key, blob in batch.items() if key[0] in self._host}
-        words = [self.base(*key, _delta.info(blob)["num_words"]) for key, blob in batch.items()]
-        _delta.apply(list(batch.values()), words, num_threads=self._num_threads)
-        self._written |= {name for name, _ in batch}
+    def apply(self, batches: Sequence[DeltaBatch]) -> None:
+        self._written |= apply_batches(batches, self._host, self._num_threads)
 
     def write(self, shards: Sequence[TensorShard]) -> None:
         self._written |= self._tensors.keys()
@@ -94,10 +98,8 @@ class HostTensors:
                 write_shard(self._host[shard.name], shard)
 
     def digests(self) -> dict[str, Digest]:
-        return {
-            name: _delta.digest(u16_view(host), num_threads=self._num_threads)
-            for name, host in self._host.items()
-        }
+        num_threads = self._num_threads
+        return {n: digest_of(host, num_threads=num_threads) for n, host in self._host.items()}
 
     def finish(self) -> None:
         for name in self._written:
@@ -106,6 +108,115 @@ class HostTensors:
                 with torch.inference_mode(False), torch.no_grad():
                     tensor.copy_(self._host[name])
         self._written.clear()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StridedView:
+    """Words of a stored tensor at other places in memory: cut for several ranks, fused, transposed.
+
+    It is an affine copy: element (i, j, ...) is word `first + i * strides[0] + j * strides[1] + ..`
+    of the tensor, and word `to_first + i * to_strides[0] + ..` of a memory, that of a parameter.
+    """
+
+    memory: Tensor
+    """int16, flat: the storage of a parameter."""
+    first: int
+    to_first: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Strides in the stored tensor: descending, and no word comes twice."""
+    to_strides: tuple[int, ...]
+    """Strides in the memory."""
+
+    @property
+    def is_run(self) -> bool:
+        """True when the words are contiguous in both."""
+        return self.strides == self.to_strides == (1,)
+
+    @property
+    def num_words(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def region(self) -> str:
+        """The words of the tensor as a key: equal for views of the same words."""
+        return f"{self.first}:{self.sizes}:{self.strides}"
+
+    def live(self) -> Tensor:
+        """Return the words in memory."""
+        return self.within(self.memory)
+
+    def within(self, memory: Tensor) -> Tensor:
+        """Return the view's words of a flat tensor as long as its memory."""
+        return memory.as_strided(self.sizes, self.to_strides, self.to_first)
+
+    def of_tensor(self, flat: Tensor) -> Tensor:
+        """Return the view's words of a whole tensor."""
+        return flat.as_strided(self.sizes, self.strides, self.first)
+
+    def locate(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the ascending positions of the tensor that are in the view. Returns int64: their
+        indices in `positions`, and where each is in memory.
+        """
+        end = self.first + 1 + _reach(self.sizes, self.strides)
+        start, stop = torch.searchsorted(positions, torch.tensor([self.first, end])).tolist()
+        which = torch.arange(start, stop)
+        remaining = positions[start:stop] - self.first
+        at = torch.full_like(remaining, self.to_first)
+        is_inside = torch.ones_like(remaining, dtype=torch.bool)
+        for n, stride, to_stride in zip(self.sizes, self.strides, self.to_strides, strict=True):
+            i = remaining if stride == 1 else remaining // stride
+            is_inside &= i < n
+            at += i * to_stride
+            remaining = remaining - i * stride
+        is_inside &= remaining == 0
+        return which[is_inside], at[is_inside]
+
+    def scatter(self, positions: Tensor, diffs: Tensor, undo: ExitStack) -> Digest:
+        """Add differences at ascending positions of the tensor, leaving out those outside the view.
+        Returns the digest change.
+        """
+        which, at = self.locate(positions)
+        device = self.memory.device
+        at = at.to(device)
+        index = positions[which].to(device)
+        old = self.memory[at]
+        undo.callback(lambda: self.memory.index_put_((at,), old))
+        new = old + diffs[which].to(device)
+        self.memory[at] = new
+        return to_digest(digest_at(new, index) - digest_at(old, index))
+
+    def write(self, flat: Tensor, first: int) -> None:
+        """Copy from a run of whole rows of the tensor that starts at its word `first`."""
+        ahead = first - self.first
+        stride = self.strides[0]
+        row_words = 1 + _reach(self.sizes[1:], self.strides[1:])
+        start = max(0, -(-ahead // stride))
+        stop = min(self.sizes[0], (ahead + len(flat) - row_words) // stride + 1)
+        if start < stop:
+            sizes = (stop - start, *self.sizes[1:])
+            rows = flat.as_strided(sizes, self.strides, start * stride - ahead)
+            self.live()[start:stop].copy_(rows)
+
+    def digest(self, num_threads: int) -> Digest:
+        """Digest the words in memory, each at its index in the tensor."""
+        live = self.live()
+        if self.is_run:
+            return digest_of(live, self.first, num_threads)
+        num_rows = max(1, _CHUNK // max(1, prod(self.sizes[1:])))
+        total: Digest = (0, 0)
+        for start in range(0, self.sizes[0], num_rows):
+            part = live[start : start + num_rows]
+            index = torch.tensor(self.first + start * self.strides[0], device=live.device)
+            for n, stride in zip(part.shape, self.strides, strict=True):
+                index = index[..., None] + stride * torch.arange(n, device=live.device)
+            total = add(total, to_digest(digest_at(part, index)))
+        return total
+
+
+def _reach(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Words from the first to the last of a strided view."""
+    return sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
 
 
 def check_layout(ours: Layout, theirs: Layout, version: int) -> None:
@@ -132,6 +243,24 @@ def slice_of(name: str, tensor: Tensor, first: int, num_words: int) -> U16:
         )
     part: U16 = words[first : first + num_words]
     return part
+
+
+def apply_batches(
+    batches: Sequence[DeltaBatch], tensors: Mapping[str, Tensor], num_threads: int
+) -> set[str]:
+    """Apply the deltas of whole CPU tensors, one batch after another, leaving out those of other
+    tensors: all of them, or none. Returns the names of the tensors that they are for.
+    """
+    rounds = []
+    for batch in batches:
+        deltas = [(key, blob) for key, blob in batch.items() if key[0] in tensors]
+        words = [
+            slice_of(name, tensors[name], first, _delta.info(blob)["num_words"])
+            for (name, first), blob in deltas
+        ]
+        rounds.append(([blob for _, blob in deltas], words))
+    _delta.apply_rounds(rounds, num_threads=num_threads)
+    return {name for batch in batches for name, _ in batch} & tensors.keys()
 
 
 def write_shard(tensor: Tensor, shard: TensorShard) -> None:

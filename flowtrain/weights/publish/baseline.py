@@ -2,42 +2,84 @@
 weights.
 
 On the host, one pass finds and encodes the changes. On a device, Triton kernels find them, and only
-the changes cross to the host to be encoded; the bytes are the same.
+the changes cross to the host to be encoded; the bytes are the same. At every fourth version deltas
+are composed to skips over several versions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from flowkernels import WordDiff, diff_pieces, diffs_to_host
 
 from flowtrain import _delta
-from flowtrain.weights.format.deltas import Blob
-from flowtrain.weights.format.layout import Digest
-from flowtrain.weights.format.tensor_shards import TensorShard, digest_of, to_digest
+from flowtrain.weights.format.manifest import Digest
+from flowtrain.weights.format.tensor_shards import Blob, TensorShard, digest_of, to_digest, u16_view
 
-_DENSE = 1 / 8
-"""Share of the full size from which on copying the words is faster than applying their delta."""
+_SKIP = 4
+"""Every 4th version has a skip over 4 versions, every 16th over 16, every 64th over 64."""
+_NUM_TIERS = 3
 
 
-class HostBaseline:
-    """The published words of one shard, in host memory."""
+class Change(NamedTuple):
+    """The difference of a shard to its published words."""
 
-    def __init__(self, shard: TensorShard, level: int, num_threads: int) -> None:
-        self._words = shard.u16().copy()
-        self._level = level
-        self._num_threads = num_threads
-        self.digest: Digest = _delta.digest(self._words, first=shard.first, num_threads=num_threads)
+    num_words: int
+    """Words that differ."""
+    digest: Digest
+    """Digest of the present words."""
+
+    @classmethod
+    def of_delta(cls, blob: Blob) -> Change:
+        info = _delta.info(blob)
+        return cls(info["num_changed"], info["target_digest"])
+
+
+class Baseline:
+    """The published words of one shard; `encode_all` encodes the deltas of many."""
+
+    def __init__(
+        self, shard: TensorShard, level: int, num_threads: int, *, on_device: bool
+    ) -> None:
+        """`on_device`: kernels find the changes, where the shard is; else the codec, on the host.
+
+        Raises ValueError for level 2 on a device.
+        """
+        if on_device and level != 1:
+            raise ValueError(
+                f"level={level} needs the weights on the CPU; on {shard.source.device} "
+                "deltas are encoded at level 1 only"
+            )
+        self.on_device = on_device
+        self.words = shard.words().to(shard.source.device if on_device else "cpu", copy=True)
+        self.digest = digest_of(self.words, shard.first, num_threads)
+        self._level, self._num_threads = level, num_threads
 
     def encode(self, shard: TensorShard) -> Blob:
-        """Encode the delta from the published words to the shard's present ones."""
+        """Encode on the host the delta from the published words to the shard's present ones."""
         return _delta.encode(
-            self._words,
+            u16_view(self.words),
             shard.u16(),
             first=shard.first,
             level=self._level,
+            base_digest=self.digest,
+            num_threads=self._num_threads,
+        )
+
+    def encode_changes(self, shard: TensorShard, changes: WordDiff) -> Blob:
+        """Encode changes that kernels found and that are on the host."""
+        return _delta.encode_pairs(
+            changes.counts.numpy().view(np.uint32),
+            changes.positions.numpy().view(np.uint16),
+            changes.diffs.numpy().view(np.uint16),
+            self.words.numel(),
+            to_digest(changes.digest_change),
+            first=shard.first,
             base_digest=self.digest,
             num_threads=self._num_threads,
         )
@@ -46,73 +88,24 @@ class HostBaseline:
         """Convert a delta from the published words to level 1, which composes without them."""
         if _delta.info(blob)["level"] == 1:
             return blob
-        return _delta.compose([blob], self._words, num_threads=self._num_threads)
+        return _delta.compose([blob], u16_view(self.words), num_threads=self._num_threads)
 
-    def compare(self, shard: TensorShard) -> tuple[int, Digest]:
-        """Count the words that changed, and digest the present ones, without encoding a delta."""
-        words = shard.u16()
-        num_changed = int(np.count_nonzero(self._words != words))
-        return num_changed, _delta.digest(words, first=shard.first, num_threads=self._num_threads)
-
-    def advance(self, shard: TensorShard, digest: Digest, blob: Blob | None) -> None:
-        """Take the shard's present words as published; `blob` is the delta to them, where there is
-        one.
-        """
-        # Encoding could store the new words in its own pass, but a failed publish would then have
-        # to undo that.
-        if blob is None or len(blob) > _DENSE * self._words.nbytes:
-            self._words[:] = shard.u16()
-        else:
-            _delta.apply([blob], [self._words], num_threads=self._num_threads)
-        self.digest = digest
-
-
-class DeviceBaseline:
-    """The published words of one shard on its device; `encode_all` encodes those of many."""
-
-    def __init__(self, shard: TensorShard, level: int, num_threads: int) -> None:
-        if level != 1:
-            raise ValueError(
-                f"level={level} needs the weights on the CPU; on {shard.source.device} "
-                "deltas are encoded at level 1 only"
-            )
-        self.words = shard.rows().view(torch.int16).clone()
-        self._num_threads = num_threads
-        self.digest = digest_of(self.words, shard.first)
-
-    def blob(self, found: WordDiff, shard: TensorShard) -> Blob:
-        """Encode the delta of changes that are on the host."""
-        return _delta.encode_pairs(
-            found.counts.numpy().view(np.uint32),
-            found.positions.numpy().view(np.uint16),
-            found.diffs.numpy().view(np.uint16),
-            self.words.numel(),
-            to_digest(found.digest_change),
-            first=shard.first,
-            base_digest=self.digest,
-            num_threads=self._num_threads,
-        )
-
-    def to_level_1(self, blob: Blob) -> Blob:
-        return blob
-
-    def compare(self, shard: TensorShard) -> tuple[int, Digest]:
-        words = shard.rows().view(torch.int16)
+    def compare(self, shard: TensorShard) -> Change:
+        """Find what changed, without encoding a delta."""
+        words = shard.words().to(self.words.device)
         num_changed = int(torch.count_nonzero(self.words != words))
-        return num_changed, digest_of(words, shard.first)
+        return Change(num_changed, digest_of(words, shard.first, self._num_threads))
 
-    def advance(self, shard: TensorShard, digest: Digest, blob: Blob | None) -> None:
-        self.words.copy_(shard.rows().view(torch.int16))
+    def advance(self, shard: TensorShard, digest: Digest) -> None:
+        """Take the shard's present words as published."""
+        self.words.copy_(shard.words())
         self.digest = digest
-
-
-Baseline = HostBaseline | DeviceBaseline
 
 
 def make_baseline(shard: TensorShard, level: int, num_threads: int) -> Baseline:
     """Copy a shard's words on its own device."""
     is_on_host = shard.source.device.type == "cpu"
-    return (HostBaseline if is_on_host else DeviceBaseline)(shard, level, num_threads)
+    return Baseline(shard, level, num_threads, on_device=not is_on_host)
 
 
 def encode_all(pairs: Sequence[tuple[Baseline, TensorShard]]) -> dict[str, Blob]:
@@ -121,15 +114,57 @@ def encode_all(pairs: Sequence[tuple[Baseline, TensorShard]]) -> dict[str, Blob]
     Of shards on a device the host waits twice, however many they are: for the number of their
     changes, and for the changes.
     """
-    blobs = {s.name: b.encode(s) for b, s in pairs if isinstance(b, HostBaseline)}
-    on_device = [(b, s) for b, s in pairs if isinstance(b, DeviceBaseline)]
+    blobs = {
+        shard.name: baseline.encode(shard) for baseline, shard in pairs if not baseline.on_device
+    }
+    on_device = [(baseline, shard) for baseline, shard in pairs if baseline.on_device]
     if not on_device:
         return blobs
-    found = diff_pieces(
+    diffs = diff_pieces(
         [baseline.words for baseline, _ in on_device],
-        lambda piece: on_device[piece][1].rows().view(torch.int16),
+        lambda piece: on_device[piece][1].words(),
         [shard.first for _, shard in on_device],
     )
-    for (baseline, shard), changes in zip(on_device, diffs_to_host(found), strict=True):
-        blobs[shard.name] = baseline.blob(changes, shard)
+    for (baseline, shard), changes in zip(on_device, diffs_to_host(diffs), strict=True):
+        blobs[shard.name] = baseline.encode_changes(shard, changes)
     return blobs
+
+
+@dataclass(frozen=True, slots=True)
+class SkipTiers:
+    """Deltas that wait to be composed, by tier; immutable, so that a failed publish leaves no
+    trace.
+    """
+
+    tiers: tuple[tuple[tuple[int, dict[str, Blob]], ...], ...] = ((),) * _NUM_TIERS
+
+    def plus(
+        self, base: int, blobs: dict[str, Blob], num_threads: int
+    ) -> tuple[SkipTiers, dict[int, dict[str, Blob]]]:
+        """Add the delta from version `base`. Return the new tiers, and the skips that this delta
+        completes by the version that they start from.
+        """
+        tiers = list(self.tiers)
+        skips = {}
+        for i, waiting in enumerate(tiers):
+            tiers[i] = (*waiting, (base, blobs))
+            if len(tiers[i]) < _SKIP:
+                break
+            base = tiers[i][0][0]
+            blobs = _composed([batch for _, batch in tiers[i]], num_threads)
+            tiers[i] = ()
+            skips[base] = blobs
+        return SkipTiers(tuple(tiers)), skips
+
+
+def _composed(batches: Sequence[dict[str, Blob]], num_threads: int) -> dict[str, Blob]:
+    """Compose consecutive deltas, all at level 1, tensor by tensor."""
+    blobs: dict[str, list[Blob]] = {}
+    for name, blob in chain.from_iterable(batch.items() for batch in batches):
+        blobs.setdefault(name, []).append(blob)
+    return {
+        name: _delta.compose(blobs[name], num_threads=num_threads)
+        if len(blobs[name]) > 1
+        else blobs[name][0]
+        for name in sorted(blobs)
+    }

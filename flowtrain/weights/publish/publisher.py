@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,17 +18,71 @@ from torch import Tensor
 
 from flowtrain import _delta
 from flowtrain.utils.lock import Lock
-from flowtrain.weights.format.deltas import Blob
 from flowtrain.weights.format.files import check_storable, write_delta, write_snapshot
-from flowtrain.weights.format.layout import Digest, Layout, add_up, num_words_of
-from flowtrain.weights.format.manifest import File, Manifest, total_bytes
-from flowtrain.weights.format.tensor_shards import TensorShard, local_shards, spec_of
-from flowtrain.weights.publish.baseline import Baseline, HostBaseline, encode_all, make_baseline
-from flowtrain.weights.publish.schedule import DeltaChain, SkipTiers, SnapshotPolicy
-from flowtrain.weights.ranks import Alone, Ranks, gather, together
+from flowtrain.weights.format.manifest import (
+    Digest,
+    File,
+    Layout,
+    Manifest,
+    add_up,
+    num_words_of,
+    total_bytes,
+)
+from flowtrain.weights.format.tensor_shards import Blob, TensorShard, local_shards, spec_of
+from flowtrain.weights.publish.baseline import (
+    Baseline,
+    Change,
+    SkipTiers,
+    encode_all,
+    make_baseline,
+)
+from flowtrain.weights.ranks import Ranks, SingleRank, gather, on_all_ranks
 from flowtrain.weights.stores.folder import WeightStore
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaChain:
+    """The deltas that lead from a full snapshot to the newest version."""
+
+    snapshot: int
+    """Version of the full snapshot."""
+    num_deltas: int = 0
+    num_bytes: int = 0
+    """Size of the deltas of all ranks."""
+
+    def plus(self, delta_bytes: int) -> DeltaChain:
+        """Return the chain with one more delta."""
+        return DeltaChain(self.snapshot, self.num_deltas + 1, self.num_bytes + delta_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPolicy:
+    """Decides which versions get a full snapshot."""
+
+    max_deltas: int = 64
+    """Deltas from one full snapshot to the next at most."""
+    max_delta_share: float = 0.35
+    """A delta above this share of the full size is not kept: a full snapshot replaces it."""
+
+    def is_dense(self, delta_bytes: int, full_bytes: int) -> bool:
+        """Tell whether a full snapshot replaces the delta."""
+        return delta_bytes > self.max_delta_share * full_bytes
+
+    def reason(self, chain: DeltaChain, delta_bytes: int, full_bytes: int) -> str:
+        """Say why a full snapshot is due with the delta after `chain`; empty when it is not."""
+        if self.is_dense(delta_bytes, full_bytes):
+            return f"the delta would be {delta_bytes / max(full_bytes, 1):.0%} of the full size"
+        chain = chain.plus(delta_bytes)
+        if chain.num_bytes > full_bytes / 2:
+            share = chain.num_bytes / max(full_bytes, 1)
+            return (
+                f"the deltas since version {chain.snapshot} add up to {share:.0%} of the full size"
+            )
+        if chain.num_deltas >= self.max_deltas:
+            return f"the last full snapshot is {chain.num_deltas} versions old"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +136,7 @@ class _Base:
     baselines: dict[str, Baseline]
     """Baselines of this rank's shards by tensor."""
     chain: DeltaChain
+    skips: SkipTiers = field(default_factory=SkipTiers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +150,6 @@ class _Draft:
     """Changed words of all ranks."""
     reason: str
     """The reason for a full snapshot; empty when there is none."""
-    blobs: dict[str, Blob] = field(default_factory=dict)
-    """Deltas of this rank's shards from their baselines, by tensor; of a sample when dense."""
     deltas: dict[int, dict[str, Blob]] = field(default_factory=dict)
     """Deltas to be written, by the version that they start from."""
     skips: SkipTiers = field(default_factory=SkipTiers)
@@ -107,10 +161,9 @@ class Publisher:
 
     store: WeightStore
     options: PublishOptions = field(default_factory=PublishOptions)
-    ranks: Ranks = field(default_factory=Alone)
+    ranks: Ranks = field(default_factory=SingleRank)
     policy: SnapshotPolicy = field(default_factory=SnapshotPolicy)
     _base: _Base | None = None
-    _skips: SkipTiers = field(default_factory=SkipTiers)
     _lock: Lock | None = None
     """Rank 0's, from its first publish until `close`: meanwhile no other process may publish."""
 
@@ -136,14 +189,12 @@ class Publisher:
 
         # HEAD has moved: now the baselines may.
         for shard in shards if base is not None else []:
-            name = shard.name
-            draft.baselines[name].advance(shard, draft.digests[name], draft.blobs.get(name))
+            draft.baselines[shard.name].advance(shard, draft.digests[shard.name])
         delta_bytes = 0
         if base is not None:
             delta_bytes = total_bytes(manifest.delta_files.get(base.version, ()))
             chain = chain if draft.reason else chain.plus(delta_bytes)
-        self._base = _Base(version, layout, draft.baselines, chain=chain)
-        self._skips = draft.skips
+        self._base = _Base(version, layout, draft.baselines, chain=chain, skips=draft.skips)
         return Published(
             version=version,
             num_changed=draft.num_changed,
@@ -194,7 +245,7 @@ class Publisher:
         """Draft a version without deltas."""
         check_storable(layout)
         options = self.options
-        make = HostBaseline if options.on_host else make_baseline
+        make = partial(Baseline, on_device=False) if options.on_host else make_baseline
         baselines = {s.name: make(s, options.level, options.num_threads) for s in shards}
         return _Draft(
             baselines=baselines,
@@ -209,7 +260,7 @@ class Publisher:
         """Draft the version after `base`; collective."""
         blobs, num_bytes, full_bytes = self._encode(base, shards)
         changes = {
-            shard.name: _change(blobs[shard.name])
+            shard.name: Change.of_delta(blobs[shard.name])
             if shard.name in blobs
             else base.baselines[shard.name].compare(shard)
             for shard in shards
@@ -217,17 +268,16 @@ class Publisher:
         deltas: dict[int, dict[str, Blob]] = {}
         skips = SkipTiers()
         if not self.policy.is_dense(num_bytes, full_bytes):
-            changed = {name: blobs[name] for name, (num, _) in changes.items() if num}
+            changed = {name: blobs[name] for name, change in changes.items() if change.num_words}
             # Level 1 composes without the weights that each delta starts from.
             plain = {name: base.baselines[name].to_level_1(blob) for name, blob in changed.items()}
-            skips, deltas = self._skips.plus(base.version, plain, self.options.num_threads)
+            skips, deltas = base.skips.plus(base.version, plain, self.options.num_threads)
             deltas[base.version] = changed
         return _Draft(
             baselines=base.baselines,
-            digests={name: digest for name, (_, digest) in changes.items()},
-            num_changed=sum(gather(self.ranks, sum(num for num, _ in changes.values()))),
+            digests={name: change.digest for name, change in changes.items()},
+            num_changed=sum(gather(self.ranks, sum(c.num_words for c in changes.values()))),
             reason=self.policy.reason(base.chain, num_bytes, full_bytes),
-            blobs=blobs,
             deltas=deltas,
             skips=skips,
         )
@@ -300,7 +350,7 @@ class Publisher:
         version is deleted.
         """
         try:
-            return together(self.ranks, action, other_failed=OSError)
+            return on_all_ranks(self.ranks, action, other_failed=OSError)
         # Not after Ctrl-C: the other ranks may be in no collective then, and not answer.
         except Exception:
             if self._lock is not None:
@@ -309,21 +359,15 @@ class Publisher:
             raise
 
 
-def _change(blob: Blob) -> tuple[int, Digest]:
-    """Return the number of words that a delta changes, and the digest that it leads to."""
-    info = _delta.info(blob)
-    return info["num_changed"], info["target_digest"]
-
-
 def _sample_and_rest(shards: list[TensorShard]) -> tuple[list[TensorShard], list[TensorShard]]:
     """Split off a sample of at least an eighth of the weights.
 
     A hash of the names picks it, so that it has tensors of all kinds and layers.
     """
-    rest = sorted(shards, key=lambda shard: zlib.crc32(shard.name.encode()))
+    others = sorted(shards, key=lambda shard: zlib.crc32(shard.name.encode()))
     sample: list[TensorShard] = []
     missing = sum(shard.source.numel() for shard in shards) / 8
     while missing > 0:
-        sample.append(rest.pop())
+        sample.append(others.pop())
         missing -= sample[-1].source.numel()
-    return sample, rest
+    return sample, others

@@ -19,12 +19,12 @@ from typing import Protocol
 
 from flowtrain.utils.files import make_folder, put_folder, remove, replace_file, sync
 from flowtrain.utils.lock import Lock
-from flowtrain.weights.format.checksums import check
 from flowtrain.weights.format.manifest import (
     MAX_MANIFEST,
     File,
     Manifest,
     StoreError,
+    check,
     read_whole,
 )
 

@@ -6,18 +6,26 @@ was meant sees the token.
 
 from __future__ import annotations
 
+import io
 import re
 import time
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from socket import socket
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.request import (
+    AbstractHTTPHandler,
+    HTTPHandler,
+    HTTPRedirectHandler,
+    HTTPSHandler,
+    Request,
+    build_opener,
+)
 
 from flowtrain.utils.net.bodies import SLOWEST
 from flowtrain.utils.net.retries import may_pass, pause_s, retry_after_s
 from flowtrain.utils.net.serving import check_token, check_url
 from flowtrain.weights.format.manifest import NotThere, StoreError
-from flowtrain.weights.stores.timed_http import Response, TimedHttp, TimedHttps
 
 _CHUNK = 1 << 20
 _LONGEST_PAUSE_S = 10.0
@@ -64,7 +72,7 @@ class HttpObjects:
         self._timeout_s = timeout_s
         self._retries = retries
         self._backoff_s = backoff_s
-        self._opener = build_opener(_NoRedirects, TimedHttp, TimedHttps)
+        self._opener = build_opener(_NoRedirects, _TimedHttp, _TimedHttps)
 
     def read(self, key: str, limit: int) -> bytes:
         url = f"{self.url}/{key}"
@@ -139,9 +147,9 @@ class HttpObjects:
         if at < stop and (announced is None or at - first < announced):
             raise _Cut(f"the connection was cut after {at} bytes")
 
-    def _open(self, url: str, headers: dict[str, str]) -> Response:
+    def _open(self, url: str, headers: dict[str, str]) -> _TimedResponse:
         try:
-            response: Response = self._opener.open(
+            response: _TimedResponse = self._opener.open(
                 Request(url, headers=self._headers | headers), timeout=self._timeout_s
             )
         except HTTPError as error:
@@ -202,5 +210,61 @@ def _read(response: HTTPResponse, num_bytes: int) -> bytes:
 
 def _is_range(text: str, start: int) -> bool:
     """Tell whether a Content-Range begins at `start`."""
-    found = re.fullmatch(r"bytes ([0-9]{1,18})-[0-9]{1,18}/(?:[0-9]{1,18}|\*)", text.strip())
-    return found is not None and int(found[1]) == start
+    match = re.fullmatch(r"bytes ([0-9]{1,18})-[0-9]{1,18}/(?:[0-9]{1,18}|\*)", text.strip())
+    return match is not None and int(match[1]) == start
+
+
+# ---- answers that have a time limit as a whole
+
+
+class _TimedSocket(io.RawIOBase):
+    """Reads a socket until a deadline, however little comes at a time."""
+
+    def __init__(self, source: io.RawIOBase, limit_s: float) -> None:
+        self._source = source
+        self.deadline = time.monotonic() + limit_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        if time.monotonic() > self.deadline:
+            raise TimeoutError(f"the answer came slower than {SLOWEST >> 10} KiB per second")
+        return self._source.readinto(buffer)
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
+
+
+class _TimedResponse(HTTPResponse):
+    """Bounds the time of the whole answer: the timeout of a socket bounds only a single read, and
+    headers, sizes of chunks and trailers may come byte by byte, or without end.
+    """
+
+    def __init__(self, sock: socket, *args: Any, **options: Any) -> None:
+        super().__init__(sock, *args, **options)
+        self._timed = _TimedSocket(self.fp.detach(), sock.gettimeout() or 0.0)
+        self.fp = io.BufferedReader(self._timed)
+
+    def end_after(self, limit_s: float) -> None:
+        """Set the time for the body; until then the headers have the timeout of the socket."""
+        self._timed.deadline = time.monotonic() + limit_s
+
+
+class _Handler(AbstractHTTPHandler):
+    def do_open(self, http_class: Any, req: Request, **options: Any) -> Any:
+        def connect(host: str, **given: Any) -> HTTPConnection:
+            connection: HTTPConnection = http_class(host, **given)
+            connection.response_class = _TimedResponse
+            return connection
+
+        return super().do_open(connect, req, **options)
+
+
+class _TimedHttp(_Handler, HTTPHandler):
+    """Its answers are a `_TimedResponse`."""
+
+
+class _TimedHttps(_Handler, HTTPSHandler):
+    """Its answers are a `_TimedResponse`."""

@@ -9,16 +9,29 @@ of a file come at a time, each over a connection of its own: far away, one alone
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import takewhile
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+from urllib.parse import urlsplit
 
-from flowtrain.weights.format.checksums import mismatch
-from flowtrain.weights.format.manifest import MAX_MANIFEST, File, Manifest, NotThere, StoreError
-from flowtrain.weights.stores.bucket import SCHEMES, Bucket
+from flowtrain.records import UserError
+from flowtrain.utils.errors import user_error
+from flowtrain.utils.text import printable
+from flowtrain.weights.format.manifest import (
+    MAX_MANIFEST,
+    File,
+    Manifest,
+    NotThere,
+    StoreError,
+    mismatch,
+)
 from flowtrain.weights.stores.folder import MAX_HEAD, Source, WeightStore, read_version
 from flowtrain.weights.stores.http import HttpObjects
 
@@ -28,6 +41,11 @@ _PIECE = 8 << 20
 """What a download that was killed may lose, once for each connection."""
 _CONNECTIONS = 4
 """Pieces under way or in memory at a time."""
+_BUCKETS = ("s3", "gs", "az")
+_REQUEST_S = 300.0
+"""Longest request: a piece at 28 KiB per second."""
+_MAX_RETRIES = 8
+_ALLOW_HTTP = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 
 
 class Objects(Protocol):
@@ -53,7 +71,7 @@ def open_source(
     """
     if "://" not in str(location):
         return WeightStore(Path(location))
-    is_bucket = str(location).partition("://")[0] in SCHEMES
+    is_bucket = str(location).partition("://")[0] in _BUCKETS
     objects = Bucket(str(location)) if is_bucket else HttpObjects(str(location), token)
     return RemoteStore(objects, cache, keeps=keeps)
 
@@ -140,3 +158,89 @@ class RemoteStore:
 def _folder_of(version: int) -> str:
     """Return the folder of a version, in every kind of store."""
     return f"v{version:08d}"
+
+
+class Bucket:
+    """Files in a bucket: Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure.
+
+    `obstore` takes credentials and addresses from the environment (`AWS_ACCESS_KEY_ID`,
+    `AWS_ENDPOINT_URL`, `GOOGLE_SERVICE_ACCOUNT`, `AZURE_STORAGE_ACCOUNT_NAME`, ...), and tries
+    again by itself what a network or a server lets fail.
+    """
+
+    def __init__(self, url: str, patience_s: float = 60.0) -> None:
+        """`patience_s`: seconds for which a request that fails is tried again. Nothing is asked
+        yet. UserError when the URL is none of a bucket, and without a package or an account.
+        """
+        self.url = url.rstrip("/")
+        if not urlsplit(url).netloc or set(url) & set("?#@"):
+            raise UserError(
+                f"{printable(url)!r} is no bucket: give s3://bucket/prefix, gs://bucket/prefix or "
+                "az://container/prefix"
+            )
+        try:
+            import obstore
+            from obstore import exceptions
+            from obstore.store import from_url
+        except ImportError as error:
+            raise UserError(
+                f"{self.url}: buckets need obstore; pip install 'flowtrain[objects]'"
+            ) from error
+        self._api, self._errors = obstore, exceptions
+        options: Any = {
+            "timeout": timedelta(seconds=_REQUEST_S),
+            "connect_timeout": timedelta(seconds=min(patience_s, 10.0)),
+            # Options given here take the place of those of the environment.
+            "allow_http": any(os.environ.get(name, "").lower() == "true" for name in _ALLOW_HTTP),
+        }
+        retries: Any = {
+            "max_retries": _MAX_RETRIES,
+            "retry_timeout": timedelta(seconds=patience_s),
+            "backoff": {"max_backoff": timedelta(seconds=min(patience_s, 10.0))},
+        }
+        with user_error(f"{self.url} cannot be opened", exceptions.BaseError, ValueError):
+            try:
+                self._store = from_url(self.url, client_options=options, retry_config=retries)
+            except exceptions.BaseError as error:
+                raise UserError(f"{self.url} cannot be opened: {_line(error)}") from error
+
+    def read(self, key: str, limit: int) -> bytes:
+        data = bytearray()
+        with self._explained(key):
+            for chunk in self._api.get(self._store, key).stream():
+                data += chunk
+                if len(data) > limit:
+                    break
+        if len(data) > limit:
+            raise StoreError(f"{self.url}/{key} is longer than {limit} bytes")
+        return bytes(data)
+
+    def piece(self, key: str, start: int, stop: int, content: str, *, is_again: bool) -> bytes:
+        with self._explained(key):
+            return bytes(self._api.get_range(self._store, key, start=start, end=stop))
+
+    @contextmanager
+    def _explained(self, key: str) -> Iterator[None]:
+        where = f"{self.url}/{key}"
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise NotThere(
+                f"{where} is not there: the version was never copied there or was collected, or "
+                "the address is wrong"
+            ) from error
+        except (
+            self._errors.PermissionDeniedError,
+            self._errors.UnauthenticatedError,
+            self._errors.InvalidPathError,
+            self._errors.NotSupportedError,
+        ) as error:
+            raise UserError(f"{where}: {_line(error)}") from error
+        except (self._errors.BaseError, OSError, ValueError) as error:
+            raise StoreError(f"{where}: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    """Return the library's message, without the source of the error, which an empty line parts."""
+    lines = takewhile(str.strip, str(error).splitlines())
+    return printable(" ".join(lines))[:400] or type(error).__name__

@@ -62,15 +62,15 @@ def monitor(store: WeightStore, access: Access | None) -> Monitor:
     """
     name = "flowtrain_weights"
     newest = Cached(store.head, StoreError, OSError)
-    made = Monitor(name, access, label="file", value_of=_kind)
+    server_monitor = Monitor(name, access, label="file", value_of=_kind)
 
     def collect() -> Iterator[Metric]:
         version = newest.get()
         text = "Newest version that is served; missing while there is none."
         yield gauge(f"{name}_head_version", text, {} if version is None else {(): version})
 
-    made.add(collect)
-    return made
+    server_monitor.add(collect)
+    return server_monitor
 
 
 def _kind(path: str) -> str:

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from flowtrain.config import Lora
 from flowtrain.records import Call, Group, Sample
+from flowtrain.trainer.loss import score_row
 from flowtrain.trainer.model.lora import adapter_weights
 from flowtrain.trainer.packing import pack_row
-from flowtrain.trainer.row_loss import score_row
 
 pytest_plugins = ("cli_runs",)
 LORA = Lora(rank=2, alpha=64.0, sync="adapter")
@@ -39,8 +39,7 @@ def check_logprobs(trainer: Trainer, held: dict[int, dict[str, Tensor]], call: C
     """The node's log-probs are those of the trainer's model with the adapter of that version."""
     for name, weight in adapter_weights(trainer.model).items():
         weight.copy_(held[call.spans[0].version][name])
-    zeros = (0.0,) * len(call.response_ids)
-    row = pack_row([Sample(call.prompt_ids, call.response_ids, call.logprobs, zeros, zeros)])
+    row = pack_row([Sample.of(call)])
     found = score_row(trainer.model, row, 1.0).logprob_T
     torch.testing.assert_close(found, torch.tensor(call.logprobs), rtol=0, atol=1e-4)
 

@@ -32,8 +32,8 @@ from loopback_dataflow import (
 
 from flowtrain.algorithms import load_algorithm
 from flowtrain.records import Group
+from flowtrain.trainer.loss import score_row
 from flowtrain.trainer.model import loading as models
-from flowtrain.trainer.row_loss import score_row
 from flowtrain.utils.net.credentials import Role, TokenFile, issue, revoke
 from flowtrain.weights import WeightStore
 from tests.weights import http_stores as hs

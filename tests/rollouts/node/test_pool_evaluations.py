@@ -16,10 +16,11 @@ from loopback_dataflow import TOKEN, keep_exit_code, make_config, make_model, se
 
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
+from flowtrain.evaluation.benchmarks import load_benchmarks
 from flowtrain.evaluation.evaluator import Evaluator
-from flowtrain.evaluation.metrics import load_benchmarks
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.setup.placement import Placement
 from flowtrain.weights import WeightStore
 
 pytest_plugins = ("cli_runs",)
@@ -57,14 +58,14 @@ def a_config(tmp_path: Path) -> Config:
 
 def answers_of_an_engine(config: Config, version: int, store: Path) -> tuple[Any, Any]:
     """The comparison of the synchronous loop, and the tokens of its rollouts of the main split."""
-    components = RunComponents.prepare(config, World(0, 1, torch.device("cpu")))
+    components = RunComponents.prepare(
+        config, Placement.colocated(World(0, 1, torch.device("cpu")))
+    )
     engines = components.make_policy_engines({"planner": WeightStore(store)})
     engines["planner"].load(version)
     evaluator = Evaluator(
         components=components,
         engines=engines,
-        judge=None,
-        samplers=components.world,
         benchmarks=load_benchmarks(config),
     )
     found = evaluator.roll_out(evaluator.parts_of_ends())

@@ -12,11 +12,11 @@ from toy_options import toy
 
 from flowtrain.algorithms.registry import load_algorithm
 from flowtrain.config.options import to_toml
-from flowtrain.trainer.run.banner import rft_banner, train_banner
+from flowtrain.trainer.run.run_logger import rft_banner, train_banner
 
 
-def parts(**sections: Any) -> tuple[Any, Any]:
-    """Components and placement as far as the banner reads them."""
+def parts(**sections: Any) -> Any:
+    """Components as far as the banner reads them."""
     config = toy({"run": {"dir": "runs/a"}, **sections})
     world = SimpleNamespace(size=1, device=torch.device("cpu"))
     several = SimpleNamespace(size=8, device=torch.device("cuda"))
@@ -25,14 +25,14 @@ def parts(**sections: Any) -> tuple[Any, Any]:
     )
     model = torch.nn.Linear(1000, 1500, bias=False)
     algorithm = load_algorithm(config)
-    components = SimpleNamespace(
-        config=config, world=world, tasks=tasks, model=model, algorithm=algorithm
+    placement = SimpleNamespace(samplers=world, trainers=several)
+    return SimpleNamespace(
+        config=config, placement=placement, tasks=tasks, model=model, algorithm=algorithm
     )
-    return components, SimpleNamespace(samplers=world, trainers=several)
 
 
 def test_a_run_says_what_learns_from_whom_and_what_comes_next() -> None:
-    lines = train_banner(*parts(train={"num_steps": 7}), 0).splitlines()
+    lines = train_banner(parts(train={"num_steps": 7}), 0).splitlines()
     assert lines[0].endswith(": flow_grpo trains the planner")
     assert lines[1:] == [
         "  model   tiny, 1,500,000 parameters, float32",
@@ -53,26 +53,26 @@ def test_a_run_says_what_learns_from_whom_and_what_comes_next() -> None:
     ],
 )
 def test_what_differs_is_said(sections: dict[str, Any], line: str) -> None:
-    assert line in train_banner(*parts(**sections), 0)
+    assert line in train_banner(parts(**sections), 0)
 
 
 def test_a_run_that_goes_on_says_where_and_what_was_changed(tmp_path: Path) -> None:
-    text = train_banner(*parts(), 12)
+    text = train_banner(parts(), 12)
     assert "8 rollouts, after step 12" in text
     run = {"dir": str(tmp_path), "resume": "auto"}
-    begun, _ = parts(run={"dir": "elsewhere"}, train={"lr": 1e-4})
+    begun = parts(run={"dir": "elsewhere"}, train={"lr": 1e-4})
     (tmp_path / "config.toml").write_text(to_toml(begun.config))
-    assert "change" not in train_banner(*parts(run=run, train={"lr": 1e-4}), 12)
+    assert "change" not in train_banner(parts(run=run, train={"lr": 1e-4}), 12)
     now = parts(run=run, train={"lr": 1e-5}, agent={"tools": ["Search"]}, log={"replay": True})
-    assert train_banner(*now, 12).splitlines()[-1] == (
+    assert train_banner(now, 12).splitlines()[-1] == (
         '  change  agent.tools: ["Search", "Python_Coder", "Base_Generator"] -> ["Search"], '
         "log.replay: false -> true, train.lr: 0.0001 -> 1e-05"
     )
     (tmp_path / "config.toml").write_text("[train]\nlr = ")
-    assert "change" not in train_banner(*now, 12)
+    assert "change" not in train_banner(now, 12)
 
 
 def test_fine_tuning_says_how_many_demonstrations_are_made() -> None:
-    text = rft_banner(parts(rft={"num_rollouts": 2000, "num_steps": 50})[0])
+    text = rft_banner(parts(rft={"num_rollouts": 2000, "num_steps": 50}))
     assert "the planner imitates demonstrations (scripted)" in text
     assert "2,000 rollouts are made, then imitated for 50 steps" in text

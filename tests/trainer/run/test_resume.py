@@ -16,7 +16,7 @@ from flowtrain.records import UserError
 from flowtrain.tasks.corpus import load_corpus
 from flowtrain.tasks.sets import task_set
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.run.resume import SPLITS, check_splits
+from flowtrain.trainer.run.opening import SPLITS, check_splits
 
 Row = dict[str, Any]
 

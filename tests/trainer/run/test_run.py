@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from flowtrain.config import Config
-from flowtrain.trainer.distributed import World
 from flowtrain.trainer.run.run import Run
 from flowtrain.trainer.setup.learner import Learner
 
@@ -27,8 +26,8 @@ def warm_of(folder: Path, is_main: bool, said: str = "") -> dict[str, Any]:
     """Ask a resumed run on one of two ranks for the evaluation at its start."""
     run: Any = SimpleNamespace(
         config=Config(),
-        run_dir=SimpleNamespace(path=folder),
-        placement=SimpleNamespace(world=FakeWorld(is_main=is_main, said=said)),
+        logger=SimpleNamespace(run_dir=SimpleNamespace(path=folder)),
+        components=SimpleNamespace(world=FakeWorld(is_main=is_main, said=said)),
         start_step=3,
         _compare=lambda step: ({"eval_reward": 0.0}, ()),
     )
@@ -51,12 +50,12 @@ def test_engines_of_a_rank_that_trains_sleep() -> None:
         return SimpleNamespace(sleep=lambda: asleep.append(name))
 
     names = ("planner", "verifier")
-    for trainer, expected in ((object(), [*names, "chats"]), (None, [])):
+    for trains, expected in ((True, [*names, "chats"]), (False, [])):
         asleep.clear()
+        placement = SimpleNamespace(trainers=SimpleNamespace(is_member=trains))
         run: Any = SimpleNamespace(
-            learner=SimpleNamespace(trainer=trainer),
-            engines={name: engine(name) for name in names},
-            components=SimpleNamespace(chats=engine("chats")),
+            shared=SimpleNamespace(engines={name: engine(name) for name in names}),
+            components=SimpleNamespace(chats=engine("chats"), placement=placement),
         )
         Run.sleep(run)
         assert asleep == expected
@@ -69,11 +68,7 @@ def test_torch_gives_its_memory_back_to_an_engine_that_sleeps(
     called: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("given back"))
     trainer = SimpleNamespace(set_lr=lambda lr: None, optimize=lambda *rows: called.append("step"))
-    world = World(0, 1, torch.device("cpu"))
-    learner: Any = SimpleNamespace(
-        config=Config.model_validate({"vllm": {"sleep": sleep}}),
-        trainer=trainer,
-        placement=SimpleNamespace(trainers=world, world=world),
-    )
+    config = Config.model_validate({"vllm": {"sleep": sleep}})
+    learner: Any = SimpleNamespace(config=config, trainer=trainer)
     Learner.train(learner, 1, [[]])
     assert called == ["step", "given back"][: 1 + sleep]

@@ -11,13 +11,10 @@ import torch
 
 from flowtrain.config import Config
 from flowtrain.logging import RunDir
-from flowtrain.records import UserError
+from flowtrain.records import Rollouts, TrainBatch, UserError
 from flowtrain.trainer.devices import MemoryPeak
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.records import Prepared, Rollouts
-from flowtrain.trainer.run.run_logger import RunLogger
-from flowtrain.trainer.run.step_counts import Counted
-from flowtrain.trainer.setup.components import RunComponents
+from flowtrain.trainer.run.run_logger import Counted, RunLogger
 from flowtrain.trainer.setup.placement import Placement
 from tests.make import group, rollout, turn
 
@@ -44,26 +41,22 @@ def logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunLogge
     monkeypatch.setattr("flowtrain.trainer.run.run_logger.TrajectoryLog", SlowDisk)
     monkeypatch.setattr(SlowDisk, "room", threading.Event())
     world = World(0, 1, torch.device("cpu"))
-    components = cast(RunComponents, SimpleNamespace(config=Config()))
-    place, memory = Placement(world, world, world), MemoryPeak(world.device)
-    made = RunLogger(components, place, RunDir(tmp_path), memory=memory, start_step=0)
+    place, memory = Placement.colocated(world), MemoryPeak(world.device)
+    made = RunLogger(Config(), place, RunDir(tmp_path), memory, start_step=0)
     yield made
     SlowDisk.room.set()
     made.close()
 
 
 def log(logger: RunLogger, step: int) -> None:
-    batch = SimpleNamespace(samples=())
     logger.log(
         step,
         Rollouts((group(rollout(turn())),), {}, {}),
-        cast(Prepared, SimpleNamespace(batch=batch)),
+        TrainBatch(()),
         trained={},
         counted=cast(Counted, SimpleNamespace(metrics={})),
-        weights={},
-        kept={},
         evaluation=None,
-        seconds={"train_s": 1.0},
+        metrics={"train_s": 1.0},
     )
 
 

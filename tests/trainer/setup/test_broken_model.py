@@ -13,6 +13,7 @@ from flowtrain.config import Config
 from flowtrain.records import UserError
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.setup.components import LearnerComponents, RunComponents
+from flowtrain.trainer.setup.placement import Placement
 from flowtrain.utils.commands import end_process
 
 pytestmark = pytest.mark.dist
@@ -25,12 +26,9 @@ def load(path: str, out: Path) -> None:
     config = Config.model_validate(
         {"model": {"path": path}, "tasks": tasks, "agent": {"name": "single", "tools": []}}
     )
-    for kind in (
-        lambda: LearnerComponents.load(config, world),
-        lambda: RunComponents.prepare(config, world),
-    ):
+    for kind in (LearnerComponents.load, RunComponents.prepare):
         with pytest.raises(UserError, match="that are not finite") as refused:
-            kind()
+            kind(config, Placement.colocated(world))
     (out / str(world.rank)).write_text(str(refused.value))
     end_process(0)
 

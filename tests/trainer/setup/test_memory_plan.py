@@ -26,6 +26,7 @@ from flowtrain.trainer.model.fused_layers import fuse_layers, fused_text
 from flowtrain.trainer.setup import memory_plan
 from flowtrain.trainer.setup.learner import make_trainer
 from flowtrain.trainer.setup.memory_plan import MemoryPlan, _vllm_bytes, activations, plan_memory
+from flowtrain.trainer.setup.placement import Placement
 from flowtrain.trainer.trainer import OptimSpec
 
 SHAPE = {
@@ -151,8 +152,9 @@ def test_plan_and_trainer_agree_where_layers_are_not_fused(off: str) -> None:
         config = settings(train={"token_budget": 96, **options})
         model = build(CONFIGS["Qwen3"])
         counts.append(plan(config, model, 1).parts["activations"])
-        components: Any = SimpleNamespace(config=config, model=model)
-        trainer = make_trainer(components, alone, loss=LossSpec(), optim=OptimSpec(lr=1.0))
+        place = Placement.colocated(alone)
+        components: Any = SimpleNamespace(config=config, model=model, placement=place)
+        trainer = make_trainer(components, loss=LossSpec(), optim=OptimSpec(lr=1.0))
         assert bool(fused_text(trainer.model)) != bool(options)
     assert counts[0] < 0.8 * counts[1]
 

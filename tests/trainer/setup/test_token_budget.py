@@ -6,22 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from test_memory_plan import CONFIGS, build, changed, plan, settings
 
-from flowtrain.algorithms import load_algorithm
+from flowtrain.algorithms import Algorithm, load_algorithm
 from flowtrain.config import Config
 from flowtrain.config.options import to_toml
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.setup import token_budget
-from flowtrain.trainer.setup.components import LearnerComponents
+from flowtrain.trainer.setup import placement
 from flowtrain.trainer.setup.memory_plan import MemoryPlan
-from flowtrain.trainer.setup.placement import Placement
-from flowtrain.trainer.setup.token_budget import largest_budget, with_token_budget
+from flowtrain.trainer.setup.placement import Placement, largest_budget, with_token_budget
 
 
 @pytest.mark.parametrize(
@@ -58,39 +55,37 @@ class Peers(World):
         return [max(pair) for pair in zip(values, (0, -7168), strict=True)]
 
 
-class Parts(LearnerComponents):
-    """Components whose plan takes 1 MB a token."""
-
-    def plan_memory(self, placement: Placement) -> MemoryPlan:
-        return MemoryPlan({"activations": 10**6 * self.config.train.row_budget})
-
-
-def parts(config: Config, world: World = World(0, 1, torch.device("cpu"))) -> Parts:  # noqa: B008
-    nothing: Any = None
-    algorithm = load_algorithm(config)
-    return Parts(world=world, algorithm=algorithm, tokenizer=nothing, model=nothing)
-
-
 def test_a_number_is_found_once_for_all_ranks_and_for_all_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_budget, "memory_per_rank", lambda: 5 * 20_480 * 10**6)
+    monkeypatch.setattr(placement, "memory_per_rank", lambda: 5 * 20_480 * 10**6)
     run = {"dir": str(tmp_path), "resume": "auto"}
     config = settings(train={"token_budget": "auto"}, run=run)
-    alone = parts(config)
-    trains: Any = SimpleNamespace(trainers=SimpleNamespace(is_member=True))
-    found: Any = with_token_budget(alone, trains)
+    alone, pair = World(0, 1, torch.device("cpu")), Peers(0, 2, torch.device("cpu"))
+    elsewhere = World(-1, 1, torch.device("cpu"))
+
+    def plan(config: Config, *_: object) -> MemoryPlan:  # 1 MB a token
+        return MemoryPlan({"activations": 10**6 * config.train.row_budget})
+
+    monkeypatch.setattr(placement, "memory_of", plan)
+
+    def resolved(config: Config, place: Placement) -> Algorithm:
+        model: Any = None
+        return with_token_budget(load_algorithm(config), model, {}, place)
+
+    def budget(config: Config, place: Placement) -> int | str:
+        return resolved(config, place).config.train.token_budget
+
+    found = resolved(config, Placement.colocated(alone))
     assert found.config.train.token_budget == 20_480
-    assert found.algorithm.config is found.config, "where branches read it"
-    assert alone.algorithm.config.train.token_budget == "auto"
-    assert with_token_budget(found, trains) is found, "a number stays as it is"
-    together = parts(config, Peers(0, 2, torch.device("cpu")))
-    assert with_token_budget(together, trains).config.train.token_budget == 7168
-    samples: Any = SimpleNamespace(trainers=SimpleNamespace(is_member=False))
-    assert with_token_budget(alone, samples).config.train.token_budget == 65_536
+    assert config.train.token_budget == "auto"
+    assert budget(found.config, Placement.colocated(pair)) == 20_480, "a number stays as it is"
+    assert budget(config, Placement.sampling(alone)) == "auto", "nobody trains"
+    assert budget(config, Placement.colocated(pair)) == 7168
+    assert budget(config, Placement(alone, elsewhere, alone)) == 65_536, "for the others to say"
     (tmp_path / "config.toml").write_text(to_toml(settings(train={"token_budget": 3000})))
-    assert with_token_budget(together, trains).config.train.token_budget == 3000
-    anew = parts(changed(config, run={**run, "resume": "never"}))
-    assert with_token_budget(anew, trains).config.train.token_budget == 20_480
+    assert budget(config, Placement.colocated(pair)) == 3000
+    anew = changed(config, run={**run, "resume": "never"})
+    assert budget(anew, Placement.colocated(alone)) == 20_480
     with pytest.raises(AssertionError):
         assert config.train.row_budget
