@@ -123,7 +123,10 @@ def forward_rows(model: PreTrainedModel, row: PackedRow, path: OpenPath | None =
 
 
 def compute(
-    model: PreTrainedModel, row: PackedRow, path: OpenPath | None, function: Callable[..., T]
+    model: PreTrainedModel,
+    row: PackedRow,
+    function: Callable[..., T],
+    path: OpenPath | None = None,
 ) -> T:
     """Give a function the logits of the row's targets or, where the model has a `FusedLMHead`,
     their hidden states, the head's weight and `bias_V`.
@@ -169,7 +172,7 @@ def score_row(
         sampling_mask=row.sampling_mask,
     )
     with replaying(model, row.routes_NLC):
-        return compute(model, row, path, score)
+        return compute(model, row, score, path)
 
 
 def row_loss(
@@ -201,7 +204,7 @@ def row_loss(
         temperature=temperature,
         sampling_mask=row.sampling_mask,
     )
-    return compute(model, row, path, loss)
+    return compute(model, row, loss, path)
 
 
 def _compacts(row: PackedRow, spec: LossSpec | TokenLossFn) -> bool:

@@ -262,8 +262,7 @@ class Trainer:
     def _idle(self, learns: bool) -> Pass:
         """A pass of a rank that has no such pass while others have."""
         row = empty_row().to(self._world.device)
-        trunk_P = None if learns else row.target_row_T
-        return Pass(Kind.ONCE if learns else Kind.ENTER, row, trunk_P=trunk_P)
+        return Pass(Kind.ONCE, row) if learns else Pass(Kind.ENTER, row, None, row.target_row_T)
 
     def _losses(
         self,
@@ -299,9 +298,7 @@ class Trainer:
         limit = self._optim.grad_clip or math.inf
         sharded_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         norm_0 = sharded_norm.full_tensor() if isinstance(sharded_norm, DTensor) else sharded_norm
-        own_loss, norm = torch.stack(
-            [loss.to(norm_0), norm_0]
-        ).tolist()  # waits for the device once
+        own_loss, norm = torch.stack([loss.to(norm_0), norm_0]).tolist()  # one wait for the device
         whole_loss, sum_of_norms = self._world.sum([own_loss, norm])  # one decision on all ranks
         is_finite = math.isfinite(whole_loss) and math.isfinite(sum_of_norms)
         if is_finite:
