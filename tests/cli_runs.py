@@ -166,7 +166,7 @@ class Server:
     def resume(self, run: Path, *argv: object) -> str:
         """Resume a run to its end; return what is on stdout."""
         code, lines, out = self.run("train", *argv, "--run.dir", run, "--resume", "auto")
-        assert (code, lines) == (0, [])
+        assert (code, lines) == (0, []), "\n".join(lines)
         return out
 
     def run(self, module: str, *argv: object, **options: Any) -> tuple[int, list[str], str]:

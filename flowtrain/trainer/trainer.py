@@ -46,7 +46,7 @@ from flowtrain.trainer.model.experts import RouteMetrics, replaying, routers
 from flowtrain.trainer.model.lora import adapter_off
 from flowtrain.trainer.optimizers import ShardOptimizer
 from flowtrain.trainer.packing import PackedRow, empty_row
-from flowtrain.trainer.sharding import is_sharded_by_layer
+from flowtrain.trainer.sharding import disable_dropout, is_sharded_by_layer
 from flowtrain.trainer.step_metrics import StepMetrics
 from flowtrain.trainer.walk import Kind, OpenPath, Pass, passes, schedule
 
@@ -107,6 +107,7 @@ class Trainer:
                 row is computed at once.
         """
         assert (loss.kl_coef > 0) <= (reference is not None), "a KL term needs a reference policy"
+        disable_dropout(model)
         self.model = model.train()
         self.optimizer = ShardOptimizer(
             model,
@@ -124,7 +125,7 @@ class Trainer:
         self._num_skipped = 0
         self._wants_routes = optim.replays_routes and bool(routers(model))
         self._cost = ForwardCost.of(model)
-        # Gradients that wait for the last row wait unsharded: 4 bytes per parameter on every rank.
+        # Gradients that wait for the last row do so unsharded: 4 bytes per parameter on every rank.
         self._reduces_every_row = is_sharded_by_layer(model)
         self._token_loss_of = token_loss
         self._token_loss = token_loss(loss)
@@ -236,8 +237,8 @@ class Trainer:
         kinds, path, losses = schedule(steps, self._world), OpenPath(), []
         for index, learns in enumerate(kinds):
             if self._world.size > 1:
-                is_last = index == len(kinds) - 1
-                self.model.set_requires_gradient_sync(self._reduces_every_row or is_last)
+                reduces = self._reduces_every_row or index == len(kinds) - 1
+                self.model.set_requires_gradient_sync(reduces)
             is_idle = not steps or steps[0].learns != learns
             step = self._idle(learns) if is_idle else steps.popleft()
             of_step = OpenPath() if is_idle else path
@@ -333,10 +334,8 @@ class Trainer:
         walks = [passes(row, self._token_budget) for row in rows]
         num_own = sum(step.kind is not Kind.LEAVE for walk in walks for step in walk)
         (most,) = self._world.max([num_own])  # before the passes, for which ranks wait elsewhere
-        scores = [
-            score_walk(model, walk, self._temperature, self._followed, self.device)
-            for walk in walks
-        ]
+        how = self._temperature, self._followed, self.device
+        scores = [score_walk(model, walk, *how) for walk in walks]
         for _ in range(int(most) - num_own):
             score_row(model, self._idle(True).row, self._temperature)
         return scores
@@ -357,11 +356,11 @@ class Trainer:
         """The loss with M2PO's clip, which depends on all tokens of the mini-batch under the
         current weights, which the `logprobs` are of; collective.
         """
-        found = [
+        ratios_of_rows = [
             divergent_log_ratios(logprob_T - r.old_logprob_T, r.advantage_T, r.loss_weight_T)
             for logprob_T, r in zip(logprobs, rows, strict=True)
         ]
-        mine = torch.cat([torch.zeros(0, device=self._world.device), *found]).double()
+        mine = torch.cat([torch.zeros(0, device=self.device), *ratios_of_rows]).double()
         every = b"".join(self._world.gather_bytes(mine.cpu().numpy().tobytes()))
         ratios = torch.from_numpy(np.frombuffer(every, np.float64).copy())
         return m2po_clip(self._loss, ratios, threshold)
