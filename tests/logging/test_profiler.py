@@ -79,8 +79,8 @@ def test_the_steps_after_the_first_are_profiled_on_the_main_rank(
         config=SimpleNamespace(
             run=SimpleNamespace(profile=number), train=SimpleNamespace(num_steps=5)
         ),
-        placement=SimpleNamespace(world=SimpleNamespace(is_main=is_main, device=None)),
-        run_dir=SimpleNamespace(profile=None),
+        components=SimpleNamespace(world=SimpleNamespace(is_main=is_main, device=None)),
+        logger=SimpleNamespace(run_dir=SimpleNamespace(profile=None)),
     )
     seen = [(step, is_on) for step in Run.steps(run)]
     assert [step for step, _ in seen] == list(range(start + 1, 6))
