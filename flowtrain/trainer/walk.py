@@ -31,7 +31,7 @@ Range = tuple[int, int]
 
 
 class Kind(enum.Enum):
-    """What a pass does."""
+    """The kinds of passes."""
 
     ENTER = "enter"
     """It reads an inner piece without a graph, and opens it."""
@@ -107,7 +107,7 @@ def passes(row: PackedRow, budget: int | None) -> list[Pass]:
 
 
 class _Place(NamedTuple):
-    """Where a walk goes on: within a run, or below its end; below no run are the roots."""
+    """A place at which a walk goes on: within a run, or below its end; below no run are roots."""
 
     run: int | None
     start: int | None = None
@@ -253,8 +253,8 @@ class _Cutter:
 
 
 class OpenPath:
-    """What open pieces leave to the passes below them: by layer their keys and values, or what a
-    recurrent layer goes on from.
+    """Holds what open pieces leave to the passes below them: by layer their keys and values, or what
+    a recurrent layer goes on from.
     """
 
     def __init__(self) -> None:
