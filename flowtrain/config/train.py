@@ -43,8 +43,8 @@ class Train(Section):
     """samples per optimizer step, at most and over all ranks, instead of num_minibatches: a batch
     then takes as many steps as its turns fill (AgentFlow's code: 64); 0: off"""
     token_budget: int | Literal["auto"] = "auto"
-    """tokens per row (one micro-batch) at most, shared prefixes counted once; a longer sample gets
-    a row of its own; auto: what there is memory for by the plan, 65536 at most (docs/memory.md)"""
+    """tokens per pass (one micro-batch) at most, shared prefixes counted once; a larger tree is
+    walked; auto: what there is memory for by the plan, 65536 at most (docs/memory.md)"""
     recompute: bool = False
     """keep only the layers' inputs and recompute the rest in the backward pass: far less memory for
     about a third more time"""

@@ -8,22 +8,25 @@ model returns the function's tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from flowkernels import (
     LogProbs,
     LossSpec,
     PolicyLoss,
+    TokenInputs,
+    TokenLoss,
     TokenLossFn,
     linear_logprobs,
     linear_policy_loss,
     logprobs,
     policy_loss,
+    token_loss,
 )
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -34,6 +37,7 @@ from flowtrain.trainer.attention.flex import padded
 from flowtrain.trainer.model import delta_net
 from flowtrain.trainer.model.experts import replaying
 from flowtrain.trainer.packing import PackedRow
+from flowtrain.trainer.walk import Kind, OpenPath, Pass
 
 T = TypeVar("T", LogProbs, PolicyLoss)
 HeadFn = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -95,30 +99,41 @@ def fused_head(model: PreTrainedModel) -> FusedLMHead | None:
     return head if isinstance(head, FusedLMHead) else None
 
 
-def forward_rows(model: PreTrainedModel, row: PackedRow) -> Tensor:
+def forward_rows(model: PreTrainedModel, row: PackedRow, path: OpenPath | None = None) -> Tensor:
     """Logits [T, V] of the row's targets, or what the head's function returns; the head runs on the
     target rows alone.
+
+    `path`: of the walk that the row is a piece of.
     """
+    path = path if path is not None and path.matters else None
     row = padded(row) if row.input_ids_N.is_cuda else row
+    structure = attention.structure_of(
+        model.config._attn_implementation, row.subtree_end_N, path.num_tokens if path else 0
+    )
     output: Tensor = model(
         input_ids=row.input_ids_N[None],
         position_ids=row.position_ids_N[None],
         use_cache=False,
         logits_to_keep=row.target_row_T,
-        forest=attention.structure_of(model.config._attn_implementation, row.subtree_end_N),
-        **delta_net.recurrence_of(model, row.subtree_end_N),
+        forest=structure if path is None else attention.BelowPath(structure, path),
+        **delta_net.recurrence_of(model, row.subtree_end_N, path),
     ).logits
     # A view whose backward pass, unlike that of [0], copies nothing.
     return output.squeeze(0) if output.dim() == 3 else output
 
 
-def compute(model: PreTrainedModel, row: PackedRow, function: Callable[..., T]) -> T:
+def compute(
+    model: PreTrainedModel,
+    row: PackedRow,
+    function: Callable[..., T],
+    path: OpenPath | None = None,
+) -> T:
     """Give a function the logits of the row's targets or, where the model has a `FusedLMHead`,
     their hidden states, the head's weight and `bias_V`.
     """
     head, result = fused_head(model), None
     if head is None:
-        return function(forward_rows(model, row))
+        return function(forward_rows(model, row, path))
 
     def head_fn(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
         nonlocal result
@@ -126,7 +141,7 @@ def compute(model: PreTrainedModel, row: PackedRow, function: Callable[..., T]) 
         return result.loss if isinstance(result, PolicyLoss) else result.logprob_T
 
     with head.running(head_fn):
-        tensor = forward_rows(model, row)
+        tensor = forward_rows(model, row, path)
     assert result is not None
     # The tensor as the model returns it: FSDP's hooks are there.
     if isinstance(result, PolicyLoss):
@@ -134,7 +149,16 @@ def compute(model: PreTrainedModel, row: PackedRow, function: Callable[..., T]) 
     return replace(result, logprob_T=tensor)
 
 
-def score_row(model: PreTrainedModel, row: PackedRow, temperature: float) -> LogProbs:
+@torch.no_grad()
+def read_row(model: PreTrainedModel, row: PackedRow, path: OpenPath) -> None:
+    """Read the trunk of an inner piece, for what it leaves to the passes below."""
+    with replaying(model, row.routes_NLC):
+        forward_rows(model, row, path)
+
+
+def score_row(
+    model: PreTrainedModel, row: PackedRow, temperature: float, path: OpenPath | None = None
+) -> LogProbs:
     """Log-probs, entropies [T] of the row's targets, among what each was sampled from, read along
     the row's routes.
     """
@@ -148,7 +172,7 @@ def score_row(model: PreTrainedModel, row: PackedRow, temperature: float) -> Log
         sampling_mask=row.sampling_mask,
     )
     with replaying(model, row.routes_NLC):
-        return compute(model, row, score)
+        return compute(model, row, score, path)
 
 
 def row_loss(
@@ -157,9 +181,12 @@ def row_loss(
     spec: LossSpec | TokenLossFn,
     scale: float,
     temperature: float,
+    path: OpenPath | None = None,
 ) -> PolicyLoss:
     """The loss of a row with its weights times `scale`; logits exist a chunk at a time where the
     model's head allows. It is called, and the loss's gradient taken, within `replaying`.
+
+    `path`: of the walk that the row is a piece of.
     """
     head, compact = fused_head(model), _compacts(row, spec)
     loss = partial(
@@ -177,7 +204,7 @@ def row_loss(
         temperature=temperature,
         sampling_mask=row.sampling_mask,
     )
-    return compute(model, row, loss)
+    return compute(model, row, loss, path)
 
 
 def _compacts(row: PackedRow, spec: LossSpec | TokenLossFn) -> bool:
@@ -186,3 +213,69 @@ def _compacts(row: PackedRow, spec: LossSpec | TokenLossFn) -> bool:
     """
     drops = isinstance(spec, LossSpec) and spec.mis is not None
     return row.has_idle_targets or drops or row.target_ids_T.device.type == "cpu"
+
+
+# ---- losses and scores of a row in pieces
+
+
+def looks_at_sequences(spec: LossSpec | TokenLossFn) -> bool:
+    """Whether a token's loss depends on other tokens."""
+    return not (isinstance(spec, LossSpec) and spec.is_fused)
+
+
+def loss_of_scores(
+    row: PackedRow, scores: LogProbs, spec: LossSpec | TokenLossFn, scale: float
+) -> TokenLoss:
+    """The loss of each target of a row and its slopes, given the scores of all."""
+    inputs = TokenInputs(
+        advantage_T=row.advantage_T,
+        weight_T=row.loss_weight_T * scale,
+        old_logprob_T=row.old_logprob_T,
+        ref_logprob_T=row.ref_logprob_T,
+        sampler_logprob_T=row.sampler_logprob_T,
+        cu_seqlens_S1=row.cu_targets_S1,
+    )
+    if isinstance(spec, LossSpec):
+        inputs = inputs.corrected(spec)
+    tokens = inputs.scored(scores.logprob_T, scores.entropy_T, scores.lse_T)
+    return token_loss(spec, tokens) if isinstance(spec, LossSpec) else spec(tokens)
+
+
+def part_of(whole: TokenLoss, target_M: Tensor | None) -> TokenLossFn:
+    """Make a loss of what is known of each target."""
+    known = {f.name: getattr(whole, f.name) for f in fields(whole)}
+    part: dict[str, Any] = {n: x if x is None else x[target_M] for n, x in known.items()}
+    return lambda _tokens: TokenLoss(**part)
+
+
+def score_walk(
+    model: PreTrainedModel,
+    walk: Sequence[Pass],
+    temperature: float,
+    followed: Callable[[PackedRow], PackedRow],
+    device: torch.device,
+) -> LogProbs:
+    """Score the targets of a walked row, in the order of the row; every piece is read once.
+
+    `followed`: gives a row the routes that are followed.
+    """
+    path, scores, targets = OpenPath(), list[LogProbs](), list[Tensor]()
+    for step in walk:
+        if step.kind is Kind.LEAVE:
+            path.leave()
+            continue
+        path.begin(step)
+        row = followed(step.row).to(device)
+        scores.append(score_row(model, row, temperature, path))
+        targets += [] if step.target_M is None else [step.target_M]
+        if step.kind is Kind.ENTER:
+            path.enter()
+    if not targets:
+        return scores[0]
+    order_T = torch.cat(targets).argsort()
+    return LogProbs(
+        **{
+            f.name: torch.cat([getattr(s, f.name) for s in scores])[order_T]
+            for f in fields(LogProbs)
+        }
+    )

@@ -12,6 +12,7 @@ Suffixes: N packed tokens, T target tokens, S samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
@@ -29,6 +30,8 @@ Inputs = tuple[int, ...]
 _ROW_TOKENS = 512
 """What a row costs beside its tokens, in tokens: it casts and gathers all weights and adds all
 gradients up, 46 bytes of traffic per parameter, where a token takes 6 FLOPs per parameter."""
+_SHARES = 8
+"""Rows that a rank cuts what it has sampled into, or more, where several train."""
 _EVENNESS = 0.5
 """How much more of that a full row costs than a short one, so that even rows are preferred. Below
 2/3, or two half rows would be."""
@@ -125,29 +128,45 @@ class Segment:
 
 
 def pack(
-    samples: Sequence[Sample], num_minibatches: int, token_budget: int
+    samples: Sequence[Sample], num_minibatches: int, token_budget: int, num_takers: int = 1
 ) -> list[list[PackedRow]]:
-    """The rows of each optimizer step of a batch."""
+    """Return the rows of each optimizer step of a batch, for so many ranks that train.
+
+    One rank walks through a single row, which repeats nothing. Several share rows that spread
+    evenly, cut where little is repeated.
+    """
+    num_rows = 1 if num_takers == 1 else _SHARES
     return [
-        pack_rows([s for s in samples if s.minibatch == index], token_budget)
+        pack_rows([s for s in samples if s.minibatch == index], token_budget, num_rows=num_rows)
         for index in range(num_minibatches)
     ]
 
 
-def pack_rows(samples: Sequence[Sample], token_budget: int, share: bool = True) -> list[PackedRow]:
+def pack_rows(
+    samples: Sequence[Sample],
+    token_budget: int,
+    share: bool = True,
+    num_rows: int | None = None,
+) -> list[PackedRow]:
     """Pack samples into rows of at most `token_budget` tokens, in the order of their tokens, which
     puts beside each other what is alike.
 
     A sample longer than the budget gets a row of its own. The last response token is a target but
     never an input, so a sample takes len(prompt) + len(response) - 1 tokens, less what it shares
     with the one before it. A row repeats what its first sample shares with the one before, so trees
-    are cut where that is little: between rollouts rather than within. `share=False` is for
-    comparison.
+    are cut where that is little: between rollouts rather than within.
+
+    Args:
+        share: False is for comparison.
+        num_rows: rows may have more tokens than the budget where so many rows hold all.
     """
     inputs = [_inputs(sample) for sample in samples]
     order = _packing_order(inputs)
     ordered = [inputs[index] for index in order]
     shared = [_num_shared(a, b) if share else 0 for a, b in pairwise([(), *ordered])]
+    if num_rows is not None:
+        num_tokens = sum(map(len, ordered)) - sum(shared)
+        token_budget = max(token_budget, math.ceil(num_tokens / num_rows))
     starts = _row_starts(list(map(len, ordered)), shared, token_budget)
     return [
         _pack_row(

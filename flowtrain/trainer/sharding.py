@@ -183,6 +183,16 @@ class _Giver:
         return tensor
 
 
+def disable_dropout(model: nn.Module) -> None:
+    """Turn dropout off: a policy has one distribution, and a token that is read twice one value."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
 def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
     """Compile each layer, with one graph for all of them and any number of tokens."""
     for layer in model.get_decoder().layers:

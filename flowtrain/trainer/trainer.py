@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import torch
 from flowkernels import (
     LogProbs,
     LossSpec,
+    TokenLoss,
     TokenLossFn,
     correct_for_sampler,
     divergent_log_ratios,
@@ -30,14 +32,23 @@ from transformers import PreTrainedModel
 from flowtrain.records import UserError
 from flowtrain.trainer.cost import ForwardCost
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.loss import row_loss, score_row
+from flowtrain.trainer.loss import (
+    looks_at_sequences,
+    loss_of_scores,
+    part_of,
+    read_row,
+    row_loss,
+    score_row,
+    score_walk,
+)
 from flowtrain.trainer.minibatch_factor import MinibatchFactor
 from flowtrain.trainer.model.experts import RouteMetrics, replaying, routers
 from flowtrain.trainer.model.lora import adapter_off
 from flowtrain.trainer.optimizers import ShardOptimizer
 from flowtrain.trainer.packing import PackedRow, empty_row
-from flowtrain.trainer.sharding import is_sharded_by_layer
+from flowtrain.trainer.sharding import disable_dropout, is_sharded_by_layer
 from flowtrain.trainer.step_metrics import StepMetrics
+from flowtrain.trainer.walk import Kind, OpenPath, Pass, passes, schedule
 
 _log = logging.getLogger(__name__)
 
@@ -87,12 +98,16 @@ class Trainer:
         reference: PreTrainedModel | None = None,
         token_loss: Callable[[LossSpec], LossSpec | TokenLossFn] = lambda spec: spec,
         factor: MinibatchFactor | None = None,
+        token_budget: int | None = None,
     ) -> None:
         """
         Args:
             reference: a frozen copy; the `model` itself: it is the reference with its adapter off.
+            token_budget: a row of more tokens is walked, in passes of at most so many; None: every
+                row is computed at once.
         """
         assert (loss.kl_coef > 0) <= (reference is not None), "a KL term needs a reference policy"
+        disable_dropout(model)
         self.model = model.train()
         self.optimizer = ShardOptimizer(
             model,
@@ -110,11 +125,12 @@ class Trainer:
         self._num_skipped = 0
         self._wants_routes = optim.replays_routes and bool(routers(model))
         self._cost = ForwardCost.of(model)
-        # Gradients that wait for the last row wait unsharded: 4 bytes per parameter on every rank.
+        # Gradients that wait for the last row do so unsharded: 4 bytes per parameter on every rank.
         self._reduces_every_row = is_sharded_by_layer(model)
         self._token_loss_of = token_loss
         self._token_loss = token_loss(loss)
         self._factor = factor
+        self._token_budget = token_budget
         self._scores_minibatch = optim.m2po is not None or factor is not None
 
     @property
@@ -185,7 +201,7 @@ class Trainer:
         step_metrics.num_flops = self._needed_flops(minibatches)
         has_stepped = False
         for rows in map(self._prepare, minibatches):
-            (normaliser,), (num_rows,) = self._world.reduce([_weight(rows)], [len(rows)])
+            (normaliser,) = self._world.sum([_weight(rows)])
             if normaliser == 0:  # no rank has a sample: an optimizer step would only move momentum
                 continue
             token_loss = None
@@ -197,13 +213,7 @@ class Trainer:
                 token_loss = self._token_loss_of(trusted)
             if self._factor is not None:
                 rows = self._factor.scale(rows, found, self._world)
-            loss = self.forward_backward(
-                rows,
-                normaliser,
-                step_metrics,
-                num_rows=int(num_rows),
-                token_loss=token_loss,
-            )
+            loss = self.forward_backward(rows, normaliser, step_metrics, token_loss=token_loss)
             step_metrics.close_step(self.optim_step(loss, number))
         return step_metrics.reduce(self._world, float(self.optimizer.param_groups[0]["lr"]))
 
@@ -213,34 +223,72 @@ class Trainer:
         normaliser: float,
         step_metrics: StepMetrics,
         *,
-        num_rows: int | None = None,
         token_loss: LossSpec | TokenLossFn | None = None,
     ) -> Tensor:
         """Accumulate the gradient of all rows and return this rank's part of the loss; collective.
 
-        Every rank runs `num_rows`, the most that any has, because each is a collective.
+        Each row is walked; the passes of all ranks go side by side, because each is a collective.
         """
-        num_rows = len(rows) if num_rows is None else num_rows
         # FSDP averages gradients over ranks where we want their sum.
         scale = self._world.size / normaliser
-        losses = []
-        for index in range(num_rows):
+        walks = [passes(row, self._token_budget) for row in rows]
+        steps = deque(step for walk in walks for step in walk)
+        specs = deque(self._losses(rows, walks, token_loss or self._token_loss, scale))
+        kinds, path, losses = schedule(steps, self._world), OpenPath(), []
+        for index, learns in enumerate(kinds):
             if self._world.size > 1:
-                self.model.set_requires_gradient_sync(
-                    self._reduces_every_row or index == num_rows - 1
-                )
-            row = rows[index] if index < len(rows) else empty_row().to(self._world.device)
-            with replaying(self.model, self._followed(row).routes_NLC):
-                out = row_loss(
-                    self.model, row, token_loss or self._token_loss, scale, self._temperature
-                )
-                out.loss.backward()
+                reduces = self._reduces_every_row or index == len(kinds) - 1
+                self.model.set_requires_gradient_sync(reduces)
+            is_idle = not steps or steps[0].learns != learns
+            step = self._idle(learns) if is_idle else steps.popleft()
+            of_step = OpenPath() if is_idle else path
+            if not learns:
+                trunk = step.trunk()
+                of_step.begin(trunk)
+                read_row(self.model, self._followed(trunk.row), of_step)
+                of_step.enter()
+                continue
+            left = of_step.leave() if step.kind is Kind.LEAVE else None
+            of_step.begin(step)
+            with replaying(self.model, self._followed(step.row).routes_NLC):
+                spec = (token_loss or self._token_loss) if is_idle else specs.popleft()
+                out = row_loss(self.model, step.row, spec, scale, self._temperature, of_step)
+                of_step.backward(out.loss, left)
             losses.append(out.loss.detach() / self._world.size)
-            own = row if index < len(rows) else None
-            step_metrics.add(out.stats, losses[-1], out.logprob_T, own)
-            if step_metrics.routes is not None and own is not None:
-                step_metrics.routes.add(own, self._optim.replays_routes)
+            step_metrics.add(out.stats, losses[-1], out.logprob_T, None if is_idle else step.row)
+            if step_metrics.routes is not None and not is_idle:
+                step_metrics.routes.add(step.row, self._optim.replays_routes)
         return torch.stack(losses).sum()
+
+    def _idle(self, learns: bool) -> Pass:
+        """A pass of a rank that has no such pass while others have."""
+        row = empty_row().to(self._world.device)
+        return Pass(Kind.ONCE, row) if learns else Pass(Kind.ENTER, row, None, row.target_row_T)
+
+    def _losses(
+        self,
+        rows: Sequence[PackedRow],
+        walks: Sequence[Sequence[Pass]],
+        spec: LossSpec | TokenLossFn,
+        scale: float,
+    ) -> list[LossSpec | TokenLossFn]:
+        """Return the loss of each pass that learns; collective.
+
+        One that looks at whole sequences is taken of a walked row's log-probs first, since its
+        sequences may lie in several pieces.
+        """
+        whole: dict[int, TokenLoss] = {}
+        walked = [index for index, walk in enumerate(walks) if len(walk) > 1]
+        if looks_at_sequences(spec) and self._world.max([len(walked)])[0]:
+            scores = self.score(self.model, [rows[index] for index in walked])
+            for index, score in zip(walked, scores, strict=True):
+                whole[index] = loss_of_scores(rows[index], score, spec, scale)
+        return [
+            part_of(whole[index], step.target_M) if index in whole else spec
+            for index, walk in enumerate(walks)
+            for step in walk
+            if step.learns
+        ]
 
     def optim_step(self, loss: Tensor, number: int = 0) -> float | None:
         """Clip, step, clear. Returns the gradient norm before clipping.
@@ -251,9 +299,7 @@ class Trainer:
         limit = self._optim.grad_clip or math.inf
         sharded_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         norm_0 = sharded_norm.full_tensor() if isinstance(sharded_norm, DTensor) else sharded_norm
-        own_loss, norm = torch.stack(
-            [loss.to(norm_0), norm_0]
-        ).tolist()  # waits for the device once
+        own_loss, norm = torch.stack([loss.to(norm_0), norm_0]).tolist()  # one wait for the device
         whole_loss, sum_of_norms = self._world.sum([own_loss, norm])  # one decision on all ranks
         is_finite = math.isfinite(whole_loss) and math.isfinite(sum_of_norms)
         if is_finite:
@@ -285,10 +331,14 @@ class Trainer:
     @torch.no_grad()
     def score(self, model: PreTrainedModel, rows: Sequence[PackedRow]) -> list[LogProbs]:
         """Score every row's targets under `model`; collective, ranks may differ in rows."""
-        num_rows = int(self._world.max([len(rows)])[0])
-        padded = [*map(self._followed, rows), *[empty_row()] * (num_rows - len(rows))]
-        scores = [score_row(model, row.to(self.device), self._temperature) for row in padded]
-        return scores[: len(rows)]
+        walks = [passes(row, self._token_budget) for row in rows]
+        num_own = sum(step.kind is not Kind.LEAVE for walk in walks for step in walk)
+        (most,) = self._world.max([num_own])  # before the passes, for which ranks wait elsewhere
+        how = self._temperature, self._followed, self.device
+        scores = [score_walk(model, walk, *how) for walk in walks]
+        for _ in range(int(most) - num_own):
+            score_row(model, self._idle(True).row, self._temperature)
+        return scores
 
     def _followed(self, row: PackedRow) -> PackedRow:
         """Return the row with the routes that are followed."""
@@ -306,11 +356,11 @@ class Trainer:
         """The loss with M2PO's clip, which depends on all tokens of the mini-batch under the
         current weights, which the `logprobs` are of; collective.
         """
-        found = [
+        ratios_of_rows = [
             divergent_log_ratios(logprob_T - r.old_logprob_T, r.advantage_T, r.loss_weight_T)
             for logprob_T, r in zip(logprobs, rows, strict=True)
         ]
-        mine = torch.cat([torch.zeros(0, device=self._world.device), *found]).double()
+        mine = torch.cat([torch.zeros(0, device=self.device), *ratios_of_rows]).double()
         every = b"".join(self._world.gather_bytes(mine.cpu().numpy().tobytes()))
         ratios = torch.from_numpy(np.frombuffer(every, np.float64).copy())
         return m2po_clip(self._loss, ratios, threshold)

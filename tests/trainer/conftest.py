@@ -29,6 +29,8 @@ def make_trainer(tiny_path: str, alone: World) -> Callable[..., Trainer]:
         temperature: float = 1.0,
         reference: Any = None,
         factor: Any = None,
+        token_budget: int | None = None,
+        token_loss: Any = None,
         **optim: Any,
     ) -> Trainer:
         model = models.load_model(tiny_path, torch.float64)
@@ -41,6 +43,8 @@ def make_trainer(tiny_path: str, alone: World) -> Callable[..., Trainer]:
             temperature=temperature,
             reference=reference,
             factor=factor,
+            token_budget=token_budget,
+            **({} if token_loss is None else {"token_loss": lambda _: token_loss}),
         )
 
     return make

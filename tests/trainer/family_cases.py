@@ -26,10 +26,13 @@ from bench.families import TRAINED, build, config_of
 from flowtrain.records import Sample
 from flowtrain.trainer.attention import registration as attention
 from flowtrain.trainer.attention.registration import RECURRENT as RECURRENT_KIND
+from flowtrain.trainer.distributed import World
 from flowtrain.trainer.loss import equip, row_loss
 from flowtrain.trainer.model import delta_net
 from flowtrain.trainer.model.fused_layers import fuse_layers
 from flowtrain.trainer.packing import PackedRow
+from flowtrain.trainer.step_metrics import StepMetrics
+from flowtrain.trainer.trainer import OptimSpec, Trainer
 
 CASES = {name: options for name, options in TRAINED.items() if name in CONFIG_MAPPING}
 
@@ -149,6 +152,14 @@ def on_rows(model: PreTrainedModel, rows: Sequence[PackedRow]) -> Found:
         loss.backward()
         total += loss.item()
     return total, _taken(model)
+
+
+def on_walk(model: PreTrainedModel, rows: Sequence[PackedRow], budget: int) -> Found:
+    """By a trainer that walks rows of more tokens than the budget."""
+    world = World(0, 1, torch.device("cpu"))
+    trainer = Trainer(model, world, LossSpec("nll"), OptimSpec(lr=1.0), token_budget=budget)
+    loss = trainer.forward_backward(rows, 1.0, StepMetrics())
+    return loss.item(), _taken(model)
 
 
 def _taken(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from batches import random_samples
 from forests import is_valid_tree, random_forest
 from gradients import distance
@@ -42,30 +43,39 @@ FORESTS = {
     ("name", "num_heads", "num_kv_heads"),
     [("short branches", 2, 2), *((name, 4, 2) for name in FORESTS)],
 )
-def test_it_is_the_attention_of_the_cpu(name: str, num_heads: int, num_kv_heads: int) -> None:
+@pytest.mark.parametrize("num_before", [0, 7, 256])
+def test_it_is_the_attention_of_the_cpu(
+    name: str, num_heads: int, num_kv_heads: int, num_before: int
+) -> None:
+    """Also below the tokens of other passes."""
     ends, rng = FORESTS[name], torch.Generator().manual_seed(0)
     assert is_valid_tree(ends)
-    tensors = [
-        torch.randn(1, number, len(ends), 16, generator=rng)
-        for number in (num_heads, num_kv_heads, num_kv_heads)
-    ]
+    query = torch.randn(1, num_heads, len(ends), 16, generator=rng)
+    before, *own = (
+        torch.randn(2, 1, num_kv_heads, number, 16, generator=rng)
+        for number in (num_before, len(ends))
+    )
     sinks = torch.randn(num_heads, generator=rng)
-    forests = [kind.of(ends) for kind in (FlexTree, Forest)]
+    forests = [kind.of(ends, num_before) for kind in (FlexTree, Forest)]
     for options in ({}, {"sliding_window": 9}, {"sliding_window": 150, "s_aux": sinks}):
-        with torch.no_grad():
-            outs = [
-                forest_attention(nn.Module(), *tensors, None, forest=f, scaling=0.3, **options)[0]
-                for f in forests
-            ]
+        outs = []
+        for forest in forests:
+            filled = F.pad(before, (0, 0, 0, forest.num_fill))
+            tensors = query, *torch.cat([filled, *own], 3)
+            with torch.no_grad():
+                attend = functools.partial(forest_attention, nn.Module(), *tensors, None)
+                outs.append(attend(forest=forest, scaling=0.3, **options)[0])
         torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", FORESTS)
-def test_blocks_are_those_that_the_whole_mask_has(name: str) -> None:
+@pytest.mark.parametrize("num_before", [0, 7, 256])
+def test_blocks_are_those_that_the_whole_mask_has(name: str, num_before: int) -> None:
     """Too few would be wrong, too many slow; full ones are known as such."""
-    ends, ours = FORESTS[name], FlexTree.of(FORESTS[name]).mask()
+    ends, tree = FORESTS[name], FlexTree.of(FORESTS[name], num_before)
+    ours, num_keys = tree.mask(), num_before + tree.num_fill + len(ends)
     truth = create_block_mask(
-        ours.mask_mod, None, None, len(ends), len(ends), device="cpu", BLOCK_SIZE=BLOCK
+        ours.mask_mod, None, None, len(ends), num_keys, device="cpu", BLOCK_SIZE=BLOCK
     )
     assert torch.equal(ours.to_dense(), truth.to_dense())
     for counts, indices in (
@@ -81,7 +91,7 @@ def test_blocks_are_those_that_the_whole_mask_has(name: str) -> None:
                 for mask in (ours, truth)
             )
             assert mine == other
-    if name == "one chain":
+    if name == "one chain" and not num_before:
         assert int(ours.full_kv_num_blocks.sum()) == 6 and int(ours.kv_num_blocks.sum()) == 4
 
 

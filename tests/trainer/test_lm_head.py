@@ -131,7 +131,7 @@ def test_the_host_counts_targets_only_where_some_may_have_no_weight(
         raise InterruptedError
 
     monkeypatch.setattr(losses, "linear_policy_loss", stop)
-    monkeypatch.setattr(losses, "compute", lambda model, row, loss: loss(None, None))
+    monkeypatch.setattr(losses, "compute", lambda model, row, loss, path: loss(None, None))
     losses.equip(model)
     row = row.to(torch.device(device))
     with pytest.raises(InterruptedError):

@@ -45,6 +45,8 @@ CASES = {
     "by_layer_m2po": (LossSpec(clip_low=0.95, clip_high=20.0), {"m2po": 0.2}),
     "by_layer_future": (LossSpec(clip_high=0.28, dual_clip=3.0), {"grad_clip": 0.5}),
     "by_layer_windows": (LossSpec(), {}),
+    "by_layer_walked": (LossSpec(kl_coef=0.1), {"grad_clip": 0.5}),
+    "walked_gspo": (LossSpec("gspo", clip_low=0.01, clip_high=0.02), {"rescore": True}),
 }
 FACTORS = {
     "by_layer_future": MinibatchFactor(
@@ -56,7 +58,12 @@ FACTORS = {
 }
 """The samples of a group are turns of one rollout, whose rows are balanced over the ranks."""
 WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
-HOW = {"by_layer_m2po": {"recompute": True}, "by_layer_future": {"reshard": False, "offload": True}}
+HOW: dict[str, dict[str, Any]] = {
+    "by_layer_m2po": {"recompute": True},
+    "by_layer_future": {"reshard": False, "offload": True},
+    "by_layer_walked": {"token_budget": 5},
+    "walked_gspo": {"token_budget": 3},
+}
 LAYOUTS = {
     (1, 0): tuple(CASES),
     (2, 0): tuple(CASES),
@@ -124,7 +131,7 @@ def group_samples(step: int, index: int) -> list[Sample]:
 
 def rows_of(step: int, rank: int, size: int) -> list[list[PackedRow]]:
     mine = [s for index in range(4) if index % size == rank for s in group_samples(step, index)]
-    return pack(mine, 2, token_budget=12)
+    return pack(mine, 2, token_budget=12, num_takers=2)
 
 
 def load_model(path: str, world: World) -> PreTrainedModel:
@@ -142,6 +149,7 @@ def make_trainer(
     options: dict[str, Any],
     dtype: torch.dtype = torch.float32,
     factor: MinibatchFactor | None = None,
+    token_budget: int | None = None,
     **how: bool,
 ) -> Trainer:
     reference = None
@@ -160,6 +168,7 @@ def make_trainer(
         temperature=0.9,
         reference=reference,
         factor=factor,
+        token_budget=token_budget,
     )
     for group in trainer.optimizer.param_groups:
         group["eps"] = (
@@ -217,7 +226,7 @@ def run(path: str, out: Path, num_samplers: int) -> None:
 
 def run_case(path: str, out: Path, name: str, ranks: Ranks) -> None:
     path, (loss, options) = path_of(name, path), CASES[name]
-    sharding._SMALL = 50_000_000 if name == "whole" else 0
+    sharding._SMALL = 0 if name.startswith("by_layer") else 50_000_000
     trainer, tokenizer = None, models.load_tokenizer(path)
     stats: list[dict[str, float]] = []
     passes = [0] * len(GROUPS)
@@ -257,7 +266,7 @@ def skip(trainer: Trainer, ranks: Ranks) -> list[bool | float]:
     before = state_of(trainer)
     for _ in range(3):
         try:
-            trainer.forward_backward(first, 1.0, StepMetrics(), num_rows=5)
+            trainer.forward_backward(first, 1.0, StepMetrics())
             told.append(trainer.optim_step(torch.tensor(math.inf if is_last else 0.0), 9) is None)
         except UserError as error:
             told.append(str(error).startswith("step 9: 3 optimizer steps in a row"))

@@ -4,7 +4,7 @@ spells out.
 The kernel walks over blocks of 128 x 128 tokens and leaves out those where nobody sees anybody.
 Which those are is worked out on the device from the ends of the subtrees, a block at a time: no N x
 N mask exists. Rows are filled up to whole blocks with lone tokens, and the kernel is compiled for
-any number of blocks, so a new batch compiles nothing. B: blocks of a row.
+any number of blocks, so a new batch compiles nothing. Q: blocks of a row, B: of its keys.
 
 A window is a mask of its own, by the places of tokens on their paths. Sinks are taken off
 afterwards: with lse the log-sum-exp of a query's scores, out * sigmoid(lse - sink) is what a
@@ -39,58 +39,81 @@ class FlexTree:
 
     subtree_end_N: Tensor
     """int32, because it is read for every pair of a partial block; so are positions."""
+    num_before: int
+    """Tokens that all of the row sees: their keys come before its own, filled up to whole blocks,
+    and they ask nothing."""
     flash: bool
     """FlashAttention 4's kernels, which the package flash-attn-4 brings."""
     masks: dict[int | None, BlockMask] = field(default_factory=dict)
     """By window; those that a layer has asked for."""
 
     @classmethod
-    def of(cls, subtree_end_N: Tensor, flash: bool = False) -> FlexTree:
+    def of(cls, subtree_end_N: Tensor, num_before: int = 0, flash: bool = False) -> FlexTree:
         """N is a multiple of BLOCK."""
         assert len(subtree_end_N) % BLOCK == 0, len(subtree_end_N)
-        return cls(subtree_end_N.int(), flash)
+        return cls(subtree_end_N.int(), num_before, flash)
+
+    @property
+    def num_fill(self) -> int:
+        """Number of keys between those before the row and its own."""
+        return -self.num_before % BLOCK
 
     def mask(self, window: int | None = None) -> BlockMask:
         """Return the mask of a window; one that holds the whole row hides nothing."""
-        if window is not None and window >= len(self.subtree_end_N):
+        if window is not None and window >= self.num_before + len(self.subtree_end_N):
             window = None
         if window not in self.masks:
             self.masks[window] = self._mask(window)
         return self.masks[window]
 
     def _mask(self, window: int | None) -> BlockMask:
-        subtree_end_N, num_tokens = self.subtree_end_N, len(self.subtree_end_N)
-        end_BT = subtree_end_N.view(-1, BLOCK)
-        start_B = torch.arange(0, num_tokens, BLOCK, device=subtree_end_N.device)
-        is_before_BB = start_B < start_B[:, None]
+        num_tokens, shift = len(self.subtree_end_N), self.num_before + self.num_fill
+        device = self.subtree_end_N.device
+        # A key's subtree ends at a query: those before the row with its last, those that fill up
+        # before its first.
+        end_K = F.pad(self.subtree_end_N, (self.num_fill, 0))
+        end_K = F.pad(end_K, (self.num_before, 0), value=num_tokens)
+        end_BT = end_K.view(-1, BLOCK)
+        start_Q = torch.arange(0, num_tokens, BLOCK, device=device)[:, None]
+        start_B = torch.arange(-shift, num_tokens, BLOCK, device=device)
+        is_before_QB = start_B < start_Q
         # In a block before one's own, the token whose subtree reaches furthest is seen by the first
         # query or nobody is by any.
-        is_seen_BB = is_before_BB & (end_BT.amax(1) > start_B[:, None])
-        is_whole_BB = is_before_BB & (end_BT.amin(1) >= start_B[:, None] + BLOCK)
+        is_seen_QB = is_before_QB & (end_BT.amax(1) > start_Q)
+        is_whole_QB = is_before_QB & (end_BT.amin(1) >= start_Q + BLOCK)
 
-        position_N = None if window is None else _positions(subtree_end_N)
-        if position_N is not None and window is not None:
+        position_K = None if window is None else self._positions()
+        if position_K is not None and window is not None:
             # Of a block that is partly seen some tokens may be near enough and yet not seen.
-            first_B, last_B = position_N.view(-1, BLOCK).aminmax(dim=1)
-            is_seen_BB &= first_B[:, None] - last_B < window
-            is_whole_BB &= last_B[:, None] - first_B < window
-            # As a tensor: a number would be compiled into the kernel.
-            first_seen_N = position_N - (window - 1)
+            first_B, last_B = position_K.view(-1, BLOCK).aminmax(dim=1)
+            first_Q = first_B[shift // BLOCK :, None]
+            is_seen_QB &= first_Q - last_B < window
+            is_whole_QB &= last_B[shift // BLOCK :, None] - first_B < window
+            # As a tensor: a number would be compiled into the kernel, as would the shift.
+            first_seen_N = position_K[shift:] - (window - 1)
+        shift_1 = torch.tensor(shift, dtype=torch.int32, device=device) if shift else None
 
         def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            is_seen = (key <= query) & (query < subtree_end_N[key])
+            place = key if shift_1 is None else key - shift_1
+            is_seen = (place <= query) & (query < end_K[key])
             return (
                 is_seen
-                if position_N is None
-                else is_seen & (first_seen_N[query] <= position_N[key])
+                if position_K is None
+                else is_seen & (first_seen_N[query] <= position_K[key])
             )
 
-        is_partial_BB = is_seen_BB & ~is_whole_BB | (start_B == start_B[:, None])
+        is_partial_QB = is_seen_QB & ~is_whole_QB | (start_B == start_Q)
 
-        lists = (*_lists(is_partial_BB), *_lists(is_whole_BB))
+        lists = (*_lists(is_partial_QB), *_lists(is_whole_QB))
         return BlockMask.from_kv_blocks(
-            *lists, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(num_tokens, num_tokens)
+            *lists, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(num_tokens, len(end_K))
         )
+
+    def _positions(self) -> Tensor:
+        """int32 [K]: a key's place on its path."""
+        own_N = self.num_before + _positions(self.subtree_end_N)
+        before = torch.arange(self.num_before, dtype=torch.int32, device=own_N.device)
+        return torch.cat([F.pad(before, (0, self.num_fill)), own_N])
 
     @torch.compiler.disable  # a graph of its own, or every compiled layer would hold one
     def attend(
@@ -165,9 +188,9 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
-def _lists(is_in_BB: Tensor) -> tuple[Tensor, Tensor]:
-    """(blocks of keys that each block of queries takes in, [1, 1, B]; which they are, [1, 1, B, B],
+def _lists(is_in_QB: Tensor) -> tuple[Tensor, Tensor]:
+    """(blocks of keys that each block of queries takes in, [1, 1, Q]; which they are, [1, 1, Q, B],
     the others behind them)
     """
-    order_BB = is_in_BB.int().argsort(dim=1, descending=True, stable=True)
-    return is_in_BB.sum(1, dtype=torch.int32)[None, None], order_BB.int()[None, None]
+    order_QB = is_in_QB.int().argsort(dim=1, descending=True, stable=True)
+    return is_in_QB.sum(1, dtype=torch.int32)[None, None], order_QB.int()[None, None]

@@ -65,13 +65,24 @@ class Forest:
     """The segments of a row, and their layouts. Made once per row, used by every layer."""
 
     segments: tuple[Segment, ...]
+    """Their tokens are counted among all keys."""
     device: torch.device
+    num_before: int = 0
+    """Tokens that all of the row sees: their keys come before its own, and they ask nothing."""
     layouts: dict[tuple[int | None, bool], Layout] = field(default_factory=dict)
     """By window and whether there is a sink; those that a layer has asked for."""
 
     @classmethod
-    def of(cls, subtree_end_N: Tensor) -> Forest:
-        return cls(tuple(segments(subtree_end_N.tolist())), subtree_end_N.device)
+    def of(cls, subtree_end_N: Tensor, num_before: int = 0) -> Forest:
+        runs = segments(subtree_end_N.tolist())
+        if num_before:
+            runs = [_behind(run, num_before) for run in runs]
+        return cls(tuple(runs), subtree_end_N.device, num_before)
+
+    @property
+    def num_fill(self) -> int:
+        """Number of keys between those before the row and its own."""
+        return 0
 
     def layout(self, window: int | None = None, has_sink: bool = False) -> Layout:
         """Return the layout under a window; under one that hides nothing, that without."""
@@ -83,13 +94,13 @@ class Forest:
         return self.layouts[key]
 
     def _layout(self, window: int | None, has_sink: bool) -> Layout:
-        num_tokens = self.segments[-1].end if self.segments else 0
-        sink = num_tokens if has_sink else None
+        num_keys = self.segments[-1].end if self.segments else 0
+        sink = num_keys if has_sink else None
         alike: dict[tuple[bool, int, int], list[Segment]] = {}
         for segment in self.segments:
             for piece in [segment] if window is None else _pieces(segment, window):
                 alike.setdefault(_shape(piece), []).append(piece)
-        slots, blocks, num_slots = [0] * num_tokens, [], 0
+        slots, blocks, num_slots = [0] * num_keys, [], 0
         for members in alike.values():
             most = max(segment.num_queries for segment in members)
             for index, segment in enumerate(members):
@@ -97,8 +108,11 @@ class Forest:
                 slots[segment.start : segment.end] = range(first, first + segment.num_queries)
             num_slots += len(members) * most
             most_keys = max(segment.num_keys for segment in members)
-            blocks.append(_block(members, self.device, (most, most_keys), window, sink))
-        return Layout(tuple(blocks), torch.tensor(slots, dtype=torch.int64, device=self.device))
+            blocks.append(
+                _block(members, self.device, (most, most_keys), window, sink, self.num_before)
+            )
+        slot_N = torch.tensor(slots[self.num_before :], dtype=torch.int64, device=self.device)
+        return Layout(tuple(blocks), slot_N)
 
     @torch.compiler.disable  # its loop is another one for every row
     def attend(
@@ -112,8 +126,11 @@ class Forest:
         window: int | None = None,
         sink_H: Tensor | None = None,
     ) -> Tensor:
-        """[1, N, H, D]. `window`: how many tokens of its path one sees, itself among them; None:
-        all. `sink_H`: a score of each head that takes a share of its softmax, and has no value.
+        """[1, N, H, D]. Keys and values of the tokens before the row come first.
+
+        Args:
+            window: how many tokens of its path one sees, itself among them; None: all.
+            sink_H: a score of each head that takes a share of its softmax, and has no value.
         """
         scaling = query_1HND.shape[3] ** -0.5 if scaling is None else scaling
         query_NHD, key_NHD, value_NHD = (
@@ -139,6 +156,13 @@ class Forest:
             )
             outs.append(out_SHQD[..., : value_1HND.shape[3]].transpose(1, 2).flatten(0, 1))
         return torch.cat(outs).index_select(0, layout.slot_N).unsqueeze(0)
+
+
+def _behind(segment: Segment, num_tokens: int) -> Segment:
+    """Place a segment below so many tokens."""
+    before = ((start + num_tokens, end + num_tokens) for start, end in segment.ancestors)
+    start, end = segment.start + num_tokens, segment.end + num_tokens
+    return Segment(start, end, ((0, num_tokens), *before))
 
 
 def _pieces(segment: Segment, window: int) -> Iterator[Segment]:
@@ -192,13 +216,15 @@ def _block(
     most: tuple[int, int],
     window: int | None,
     sink: int | None,
+    num_before: int,
 ) -> Block:
     """`most`: queries and keys that each segment is padded to. `sink`: its token."""
     queries: list[int] = []
     keys: list[int] = []
     for segment in members:
         own = range(segment.start, segment.end)
-        queries += [*own, *[segment.start] * (most[0] - segment.num_queries)]
+        asks = range(segment.start - num_before, segment.end - num_before)
+        queries += [*asks, *[asks.start] * (most[0] - segment.num_queries)]
         for start, end in segment.ancestors:
             keys += range(start, end)
         keys += [*own, *[segment.start] * (most[1] - segment.num_keys)]

@@ -10,6 +10,7 @@ H: heads, D: head size.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from flowtrain.records import UserError
 from flowtrain.trainer.attention.flex import FlexTree
 from flowtrain.trainer.attention.forest import Forest
+from flowtrain.trainer.walk import OpenPath
 
 NAMES = {
     "auto": "flowtrain_auto",
@@ -37,6 +39,13 @@ RECURRENT = "linear_attention"
 
 
 TreeAttention = Forest | FlexTree
+
+
+class BelowPath(NamedTuple):
+    """A piece of a row, and the open pieces above it; see `walk.py`."""
+
+    structure: TreeAttention
+    path: OpenPath
 
 
 def name_of(kind: str, device: torch.device) -> str:
@@ -60,14 +69,17 @@ def windows_of(config: PreTrainedConfig) -> list[int | None]:
     return [window if kind == SLIDING else None for kind in kinds if kind != RECURRENT]
 
 
-def structure_of(name: str, subtree_end_N: Tensor) -> TreeAttention:
-    """The structure of a row for this attention; on a GPU N is a multiple of `flex.BLOCK`."""
+def structure_of(name: str, subtree_end_N: Tensor, num_before: int = 0) -> TreeAttention:
+    """The structure of a row for this attention; on a GPU N is a multiple of `flex.BLOCK`.
+
+    `num_before`: tokens of other passes that all of the row sees.
+    """
     if name == NAMES["auto"]:
         name = NAMES["flex" if subtree_end_N.is_cuda else "sdpa"]
     if name == NAMES["sdpa"]:
-        return Forest.of(subtree_end_N)
+        return Forest.of(subtree_end_N, num_before)
     assert name in NAMES.values(), f"{name}: any other attention would build an N x N mask"
-    return FlexTree.of(subtree_end_N, flash=name == NAMES["flash"])
+    return FlexTree.of(subtree_end_N, num_before, flash=name == NAMES["flash"])
 
 
 def forest_attention(
@@ -77,7 +89,7 @@ def forest_attention(
     value_1HND: Tensor,
     attention_mask: Tensor | None,
     *,
-    forest: TreeAttention | None = None,
+    forest: TreeAttention | BelowPath | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -98,6 +110,12 @@ def forest_attention(
         raise UserError(f"its attention wants {', '.join(asked)}")
     if forest is None:
         raise UserError("it does not hand the structure of a row on to its attention")
+    if isinstance(forest, BelowPath):
+        forest, path = forest
+        assert isinstance(module.layer_idx, int)
+        key_1HND, value_1HND = path.extended(
+            module.layer_idx, key_1HND, value_1HND, forest.num_fill
+        )
     out_1NHD = forest.attend(
         query_1HND,
         key_1HND,

@@ -30,6 +30,7 @@ from transformers.activations import ACT2FN
 
 from flowtrain.trainer.model.fused_layers import with_names
 from flowtrain.trainer.packing import Segment, segments
+from flowtrain.trainer.walk import OpenPath
 
 _NAMES = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 """What a family's module calls them."""
@@ -98,10 +99,14 @@ class DeltaTree:
     """int64, the last tokens of the segments whose states are kept, in the order of `run`."""
 
     @classmethod
-    def of(cls, subtree_end_N: Tensor, ends: Collection[int] = ()) -> DeltaTree:
+    def of(
+        cls, subtree_end_N: Tensor, ends: Collection[int] = (), *, goes_on: bool = False
+    ) -> DeltaTree:
         """Read the structure on the host, for which a GPU is waited for.
 
-        `ends`: tokens after which states are kept, besides those that others begin with.
+        Args:
+            ends: tokens after which states are kept, besides those that others begin with.
+            goes_on: its roots begin with a state that `run` is given.
         """
         found = list(_cut(segments(subtree_end_N.tolist()), ends))
         parents, num_tokens = _parents(found), found[-1].end if found else 0
@@ -128,6 +133,8 @@ class DeltaTree:
                 kept |= {members[place]: len(kept) + n for n, place in enumerate(places)}
                 kept_ends += [found[members[place]].end - 1 for place in places]
                 begun = [before[p] for i in members if (p := parents[i]) is not None]
+                if goes_on and not begun:  # roots have one state in common
+                    begun = [0] * len(members)
                 group = Group(tensor(tokens), tensor(begun) if begun else None, tensor(places))
                 groups.append(group)
             depths.append(tuple(groups))
@@ -170,11 +177,15 @@ class DeltaTree:
     def rule(self, layer: int, functions: Functions, *row: Tensor, **options: Any) -> Tensor:
         return self.run(functions, *row, **options)[0]
 
-    def run(self, functions: Functions, *row: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        """Return [1, N, H, V], and the kept states [P, H, K, V]."""
+    def run(
+        self, functions: Functions, *row: Tensor, state_P: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return [1, N, H, V], and the kept states [P, H, K, V].
+
+        `state_P`: [1, H, K, V], of a tree that goes on from one.
+        """
         row_N1 = [F.pad(x[0], (0, 0) * (x.dim() - 2) + (0, 1)) for x in row]
         outs, every = [], []
-        state_P: Tensor | None = None
         for groups in self.depths:
             ended = []
             for group in groups:
@@ -201,6 +212,37 @@ class DeltaTree:
             state_P = torch.cat(ended)
             every.append(state_P)
         return torch.cat(outs)[self.slot_N][None], torch.cat(every)
+
+
+class BelowPath:
+    """A piece of a row, and the open pieces above it; see `walk.py` and `Recurrence`."""
+
+    def __init__(self, subtree_end_N: Tensor, path: OpenPath) -> None:
+        self._path = path
+        num_tokens = len(subtree_end_N)
+        # What a convolution reads of the path stands before the row.
+        whole = subtree_end_N.new_full((WIDEST - 1,), num_tokens)
+        self._reading = DeltaTree.of(torch.cat([whole, subtree_end_N]) + WIDEST - 1)
+        ends = () if path.trunk_P is None else (int(path.trunk_P[-1]),)
+        self._tree = DeltaTree.of(subtree_end_N, ends, goes_on=path.num_tokens > 0)
+
+    def conv(self, layer: int, functions: Functions, x_1CN: Tensor, *rest: Any) -> Tensor:
+        past_1CW, trunk_P = self._path.last((layer, "conv")), self._path.trunk_P
+        if past_1CW is None:
+            past_1CW = x_1CN.new_zeros(1, x_1CN.shape[1], WIDEST - 1)
+        if trunk_P is not None:
+            path_1CN = torch.cat([past_1CW, x_1CN[:, :, trunk_P]], 2)
+            self._path.keep((layer, "conv"), path_1CN[:, :, 1 - WIDEST :])
+        read_1CN = torch.cat([past_1CW, x_1CN], 2)
+        return self._reading.conv(layer, functions, read_1CN, *rest)[:, :, WIDEST - 1 :]
+
+    def rule(self, layer: int, functions: Functions, *row: Tensor, **options: Any) -> Tensor:
+        state_P = self._path.last((layer, "rule"))
+        out_1NHV, kept_P = self._tree.run(functions, *row, state_P=state_P, **options)
+        if (trunk_P := self._path.trunk_P) is not None:
+            place = (self._tree.kept_P == trunk_P[-1]).nonzero()[0]
+            self._path.keep((layer, "rule"), kept_P[place])
+        return out_1NHV
 
 
 def one_token_conv(
@@ -288,12 +330,22 @@ def find_layers(model: nn.Module) -> list[Any]:
     return [m for m in model.modules() if isinstance(m, DeltaLayer) or _is_known(m)]
 
 
-def recurrence_of(model: nn.Module, subtree_end_N: Tensor) -> dict[str, Any]:
-    """Return what the recurrent layers of a model need to read a row; {} if it has none."""
+def recurrence_of(
+    model: nn.Module, subtree_end_N: Tensor, path: OpenPath | None = None
+) -> dict[str, Any]:
+    """Return what the recurrent layers of a model need to read a row, below a path if there is one;
+    {} if it has none.
+    """
     found = find_layers(model)
     # Another layer would take no notice, and run from one text into the next.
     assert all(isinstance(layer, DeltaLayer) for layer in found), "the model was not equipped"
-    return {"recurrence": DeltaTree.of(subtree_end_N)} if found else {}
+    if not found:
+        return {}
+    return {
+        "recurrence": DeltaTree.of(subtree_end_N)
+        if path is None
+        else BelowPath(subtree_end_N, path)
+    }
 
 
 def _is_known(module: nn.Module) -> bool:

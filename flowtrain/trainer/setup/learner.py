@@ -77,8 +77,8 @@ class Follower:
 
     def pack(self, batch: TrainBatch) -> Rows:
         """Lay the samples of this rank out in token trees."""
-        budget = self.config.train.row_budget
-        return pack(batch.samples, batch.num_minibatches, budget)
+        takers = self.components.placement.trainers.size
+        return pack(batch.samples, batch.num_minibatches, self.config.train.row_budget, takers)
 
     def balance(self, minibatches: Rows) -> Rows:
         """Return the rows that this rank trains, given those that it sampled."""
@@ -313,6 +313,7 @@ def make_trainer(
         reference=reference,
         token_loss=token_loss,
         factor=factor,
+        token_budget=train.row_budget,
     )
 
 

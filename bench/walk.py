@@ -1,0 +1,102 @@
+"""A tree beyond the token budget: walked, in one row, and cut:  python -m bench.walk [--json F]
+
+The tree of 8 rollouts of AgentFlow's shape. Each way takes one forward and backward pass over all
+of it, in turn, and gives the same loss; memory is what a pass takes at its peak beyond what was
+there before. `tokens` are those that are computed with a gradient, `read again` those of trunks,
+which a walk reads once more without one. One thread on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from flowkernels import LossSpec
+
+from bench.agentflow_shape import SHAPES, agentflow_samples, random_model
+from bench.measure import extra_bytes, new_parser, report, seconds_in_turn
+from flowtrain.trainer import sharding
+from flowtrain.trainer.distributed import World
+from flowtrain.trainer.packing import PackedRow, pack_row, pack_rows
+from flowtrain.trainer.step_metrics import StepMetrics
+from flowtrain.trainer.trainer import OptimSpec, Trainer
+from flowtrain.trainer.walk import Kind, passes
+
+
+def main() -> None:
+    parser = new_parser(__doc__, scale=0.1, turns=[3, 10, 30])
+    add = parser.add_argument
+    add("--turns", type=int, nargs="+", default=[10], help="of a rollout")
+    add("--budgets", type=int, nargs="+", default=[8192], help="tokens, before --scale")
+    add("--scale", type=float, default=0.1, help="of AgentFlow's lengths")
+    add("--shape", choices=SHAPES, default="small", help="the model")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where all ways run")
+    add("--dtype", choices=("float32", "bfloat16"), help="of the passes; none: bfloat16 on a GPU")
+    add("--repeats", type=int, default=2, help="timed passes of each way")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    world = World.join(args.device)
+    report(args.json, _rows(args, world))
+    world.leave()
+
+
+def _rows(args: argparse.Namespace, world: World) -> Iterator[dict[str, Any]]:
+    for num_turns in args.turns:
+        samples = agentflow_samples(num_turns, args.scale)
+        whole = pack_row(samples)
+        longest = max(len(each.prompt_ids) + len(each.response_ids) for each in samples)
+        for unscaled in args.budgets:
+            budget = round(args.scale * unscaled)
+            ways = {"walk": [whole], "whole row": [whole], "cuts": pack_rows(samples, budget)}
+            runs = {
+                name: _pass(args, world, rows, budget if name == "walk" else None)
+                for name, rows in ways.items()
+            }
+            losses = [run() for run in runs.values()]
+            assert all(math.isclose(loss, losses[0], rel_tol=1e-4) for loss in losses), losses
+            peaks = {name: extra_bytes(run, world.device) for name, run in runs.items()}
+            seconds = seconds_in_turn(runs, args.repeats, warmup=0)
+            for name, rows in ways.items():
+                yield {
+                    "turns": num_turns,
+                    "budget": budget,
+                    "way": name,
+                    **_counts(rows, budget if name == "walk" else None),
+                    "longest sample": longest,
+                    "s": min(seconds[name]),
+                    "MB": peaks[name] / 1e6,
+                    "time to the row's": min(seconds[name]) / min(seconds["whole row"]),
+                }
+
+
+def _counts(rows: Sequence[PackedRow], budget: int | None) -> dict[str, int]:
+    steps = [step for row in rows for step in passes(row, budget)]
+    trunks = [len(s.trunk_P) for s in steps if s.trunk_P is not None and s.kind is Kind.ENTER]
+    tokens = sum(len(step.row.input_ids_N) for step in steps if step.learns)
+    return {"passes": len(steps), "tokens": tokens, "read again": sum(trunks)}
+
+
+def _pass(
+    args: argparse.Namespace, world: World, rows: Sequence[PackedRow], budget: int | None
+) -> Callable[[], float]:
+    on_gpu = world.device.type == "cuda"
+    dtype = getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32"))
+    model = random_model(args.shape, max(int(row.position_ids_N.max()) for row in rows) + 1)
+    model = sharding.shard(model, world, sharding.ShardSpec(dtype))
+    trainer = Trainer(model, world, LossSpec(), OptimSpec(lr=1e-6), token_budget=budget)
+    moved = [row.to(world.device) for row in rows]
+    normaliser = sum(float(row.loss_weight_T.sum()) for row in rows)
+
+    def run() -> float:
+        loss = trainer.forward_backward(moved, normaliser, StepMetrics())
+        trainer.optimizer.zero_grad()
+        return float(loss)
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
