@@ -253,8 +253,8 @@ class _Cutter:
 
 
 class OpenPath:
-    """Holds what open pieces leave to the passes below them: by layer their keys and values, or what
-    a recurrent layer goes on from.
+    """Holds what open pieces leave to the passes below: by layer their keys and values, or what a
+    recurrent layer goes on from.
     """
 
     def __init__(self) -> None:
