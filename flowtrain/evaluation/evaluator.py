@@ -98,7 +98,7 @@ class Measured(NamedTuple):
     """This rank's rollouts of the main split."""
 
 
-Found = Mapping[str, tuple[Trajectory, ...]]
+PartRollouts = Mapping[str, tuple[Trajectory, ...]]
 """This rank's scored rollouts of each part, by its name."""
 
 
@@ -137,12 +137,12 @@ class Evaluator:
         """Roll out what is asked after `step` with the engines of this run, and measure it."""
         return self.measured(step, self.roll_out(self.parts(step)))
 
-    def roll_out(self, parts: Sequence[Part]) -> Found:
+    def roll_out(self, parts: Sequence[Part]) -> PartRollouts:
         """Roll out the questions with the engines of this run."""
         return {part.name: self._roll_out(part) for part in parts}
 
     def measured(
-        self, step: int, found: Found, versions: Mapping[str, float] | None = None
+        self, step: int, found: PartRollouts, versions: Mapping[str, float] | None = None
     ) -> Measured:
         """Compute what rollouts of `parts(step)` show; `versions`: metrics of `version_metrics`,
         where nodes sampled.
@@ -152,7 +152,7 @@ class Evaluator:
         metrics = {**main.metrics, **self.benchmark_metrics(results), **(versions or {})}
         return Measured(metrics, main.trajectories)
 
-    def results(self, parts: Sequence[Part], found: Found) -> dict[str, Evaluation]:
+    def results(self, parts: Sequence[Part], found: PartRollouts) -> dict[str, Evaluation]:
         """Compute the result of each part, by its name."""
         tool_names, world = tuple(self.components.tools), self.components.world
         results = {
@@ -178,7 +178,7 @@ class Evaluator:
             metrics |= {f"eval_{key}/{name}": value for key, value in named.items()}
         return metrics
 
-    def compared(self, found: Found) -> dict[str, Any]:
+    def compared(self, found: PartRollouts) -> dict[str, Any]:
         """Compute the comparison for summary.json from rollouts of `parts_of_ends`, with the
         benchmarks' metrics where there are some.
         """

@@ -15,7 +15,7 @@ from threading import Event
 from typing import TypeVar
 
 from flowtrain.config import Config
-from flowtrain.evaluation.evaluator import Evaluator, Found, Part
+from flowtrain.evaluation.evaluator import Evaluator, Part, PartRollouts
 from flowtrain.logging.tally import Tally
 from flowtrain.logging.token_counts import versions
 from flowtrain.records import Group, Trajectory
@@ -50,7 +50,7 @@ class _Asked:
     asking: Future[bool] = field(default_factory=Future)
     answered: Future[bool] = field(default_factory=Future)
     """On rank 0, done once no question is left; on others at once."""
-    answers: Future[Found] | None = None
+    answers: Future[PartRollouts] | None = None
     """This rank's, once they are fetched; empty where it was left out."""
     left: dict[str, int] = field(default_factory=dict)
     """Questions without an answer, by part."""
@@ -112,7 +112,7 @@ class PoolEvaluations:
         for asked in (*self._pending, *([self._end] if self._end else [])):
             self._settle(asked.asking, asked)
 
-    def complete(self) -> Iterator[tuple[int, Found]]:
+    def complete(self) -> Iterator[tuple[int, PartRollouts]]:
         """Take the evaluations that are complete, with their steps, in the order in which they were
         asked for.
         """
@@ -126,14 +126,14 @@ class PoolEvaluations:
                 return
             yield from self._take()
 
-    def wait(self) -> Iterator[tuple[int, Found]]:
+    def wait(self) -> Iterator[tuple[int, PartRollouts]]:
         """Wait for all that `ask` has asked for, and take it. KeyboardInterrupt when the run is
         asked to end.
         """
         while self._pending:
             yield from self._take()
 
-    def wait_for_end(self, step: int) -> Found:
+    def wait_for_end(self, step: int) -> PartRollouts:
         """Wait for what `ask_at_end` has asked for. KeyboardInterrupt when the run is asked to
         end.
         """
@@ -144,7 +144,7 @@ class PoolEvaluations:
         """Note that the log of a checkpoint has the evaluations up to a step."""
         self.saved[step] = evaluated
 
-    def version_metrics(self, step: int, found: Found) -> dict[str, float]:
+    def version_metrics(self, step: int, found: PartRollouts) -> dict[str, float]:
         """Compute the oldest and the newest version of each policy that sampled, and the share of
         the trained policy's tokens that is newer than `step`.
         """
@@ -168,18 +168,18 @@ class PoolEvaluations:
         for threads in (self._asking, self._watching, self._fetching):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _take(self) -> Iterator[tuple[int, Found]]:
+    def _take(self) -> Iterator[tuple[int, PartRollouts]]:
         asked = self._pending[0]
         found = self._found(asked)
         self._pending.popleft()
         if found:
             yield asked.step, found
 
-    def _found(self, asked: _Asked) -> Found:
+    def _found(self, asked: _Asked) -> PartRollouts:
         self._settle(asked.answered, asked)
         return self._settle(self._begin_to_fetch(asked), asked)
 
-    def _begin_to_fetch(self, asked: _Asked) -> Future[Found]:
+    def _begin_to_fetch(self, asked: _Asked) -> Future[PartRollouts]:
         if asked.answers is None:
             asked.answers = self._fetching.submit(self._fetch, asked)
         return asked.answers
@@ -239,7 +239,7 @@ class PoolEvaluations:
             asked.left[part.name] = 0
         return True
 
-    def _fetch(self, asked: _Asked) -> Found:
+    def _fetch(self, asked: _Asked) -> PartRollouts:
         if not asked.asking.result():
             return {}
         return {part.name: tuple(self._answers(asked, part)) for part in asked.parts}

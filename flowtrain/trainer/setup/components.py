@@ -114,8 +114,8 @@ class LearnerComponents:
 
         def create() -> None:
             if self.world.is_main and not resumes:
-                begun = manifest(run.seed, sys.argv, self.world.size)
-                RunDir.create(path, to_toml(self.config), {**begun, **(facts or {})})
+                run_facts = manifest(run.seed, sys.argv, self.world.size)
+                RunDir.create(path, to_toml(self.config), {**run_facts, **(facts or {})})
 
         on_all_ranks(self.world, create, other_failed=UserError)
         return RunDir.open(path)
@@ -163,23 +163,23 @@ class RunComponents(LearnerComponents):
         world = placement.world
         algorithm = _begin(config, world)
         config = algorithm.config
-        policy, is_given = config.train.policy, not is_node or config.model.path == "tiny"
+        policy, loads_tasks = config.train.policy, not is_node or config.model.path == "tiny"
         asked = config.policy_names if asked is None else asked
-        functions = RewardFunctions.load(config.reward, config.policy_names)
+        reward_functions = RewardFunctions.load(config.reward, config.policy_names)
         with waiting("reading the questions", world.is_main):
-            tasks = task_set(config, fictional) if is_given else without_tasks(config)
+            tasks = task_set(config, fictional) if loads_tasks else without_tasks(config)
         has_judge = config.roles.judge != "none"
         on_all_ranks(
             world,
-            lambda: check_tasks(tasks, functions, has_judge) if world.is_main else None,
+            lambda: check_tasks(tasks, reward_functions, has_judge) if world.is_main else None,
             other_failed=UserError,
         )
         # What others say may be collected without a model that says it.
         needs_weights = not is_node and (policy in asked or not config.rft.collect_only)
         tokenizer, model = _load_policy(config, tasks, world, needs_weights)
-        trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
+        trained_spec = ModelSpec.of("model.path", config.model.path, tokenizer, model)
         policies = {
-            name: trained
+            name: trained_spec
             if name == policy or name not in asked
             else ModelSpec.load(*config.path_of(name))
             for name in config.policy_names
@@ -201,7 +201,7 @@ class RunComponents(LearnerComponents):
                 algorithm.check_inputs(tasks, tools)
             agent_kind.check(config, first_tokenizer)
             judge = make_judge(config, chats)
-            started = cleanup.pop_all()
+            open_parts = cleanup.pop_all()
         return cls(
             placement=placement,
             algorithm=algorithm,
@@ -212,9 +212,9 @@ class RunComponents(LearnerComponents):
             chats=chats,
             tools=tools,
             agent_kind=agent_kind,
-            reward_functions=functions,
+            reward_functions=reward_functions,
             judge=judge,
-            cleanup=started,
+            cleanup=open_parts,
         )
 
     def beside(self, policy: PolicyName) -> RunComponents:
