@@ -133,10 +133,11 @@ class RolloutLog(ABC, Generic[Key]):
         self.usage.prompt_tokens += entry.usage.prompt_tokens
         self.usage.reply_tokens += entry.usage.reply_tokens
         self.usage.cost += entry.usage.cost
-        for each, number in ((self.entries.get(key), -1), (entry, 1)):
-            if each is not None and not each.error:
-                self.num_done += number
-                self._reward += number * (each.reward or 0.0)
+        # A rollout that was asked for again counts in the place of its earlier line.
+        for counted, sign in ((self.entries.get(key), -1), (entry, 1)):
+            if counted is not None and not counted.error:
+                self.num_done += sign
+                self._reward += sign * (counted.reward or 0.0)
         self.entries[key] = entry
 
 
@@ -161,10 +162,10 @@ def ask(
     Raises UserError when an engine refuses all requests.
     """
     log.repair()
-    free = asyncio.Semaphore(max_in_flight)
+    slots = asyncio.Semaphore(max_in_flight)
 
     async def rollout(question: Question[Key]) -> None:
-        async with free:
+        async with slots:
             if is_over():
                 return
             with metered() as usage:
@@ -180,8 +181,8 @@ def ask(
         progress.show(log.num_done, log.state())
 
     async def every_rollout() -> None:
-        async with asyncio.TaskGroup() as running:
+        async with asyncio.TaskGroup() as task_group:
             for question in questions:
-                running.create_task(rollout(question))
+                task_group.create_task(rollout(question))
 
     run_to_end(every_rollout())

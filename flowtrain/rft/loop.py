@@ -105,10 +105,10 @@ def _run(
                 "--resume auto asks for the others"
             )
             return INTERRUPTED
-    kept, rejected = _select(config, demonstrations)
-    samples, num_malformed = _imitated(components, agent, kept)
+    kept_rollouts, num_rejected = _select(config, demonstrations)
+    samples, num_malformed = _imitated(components, agent, kept_rollouts)
     batch = trainable(components, samples)
-    counts = _count(components, demonstrations, rejected, num_malformed, batch)
+    counts = _count(components, demonstrations, num_rejected, num_malformed, batch)
     if log is not None:
         counts["usage"] = asdict(log.usage)
         if components.world.is_main:
@@ -127,9 +127,9 @@ def _open(
     policy, asked = config.train.policy, asked_policies(config)
     store = WeightStore(Path(config.run.dir) / "weights")
     engines = components.make_policy_engines({policy: store}, asked)
-    made = components.make_agent(engines, config.agent.max_turns)
-    cleanup.callback(made.close)
-    agent = make_expert(components, made)
+    policy_agent = components.make_agent(engines, config.agent.max_turns)
+    cleanup.callback(policy_agent.close)
+    agent = make_expert(components, policy_agent)
     run_dir = components.open_run_dir(facts)
     if facts and components.world.is_main:  # for the viewer, of the rollouts that are logged
         tokenizer = components.policies[config.first_policy].tokenizer
@@ -145,7 +145,7 @@ def _select(
 ) -> tuple[list[Trajectory], Counter[str]]:
     """Return the rollouts to imitate, and the counts of the others by one of REJECTIONS."""
     reasons = [_rejection(config, trajectory) for trajectory in demonstrations]
-    kept = [t for t, reason in zip(demonstrations, reasons, strict=True) if not reason]
+    kept = [rollout for rollout, reason in zip(demonstrations, reasons, strict=True) if not reason]
     return kept, Counter(filter(None, reasons))
 
 
@@ -158,23 +158,23 @@ def _rejection(config: Config, trajectory: Trajectory) -> str:
 
 
 def _imitated(
-    components: RunComponents, agent: Agent, kept: Sequence[Trajectory]
+    components: RunComponents, agent: Agent, kept_rollouts: Sequence[Trajectory]
 ) -> tuple[list[Sample], int]:
     """Return what the trained policy said in the kept rollouts, as samples, and the number of a
     teacher's replies that could not be read, which nobody imitates.
     """
     config, tokenizer = components.config, components.tokenizer
     policy = config.train.policy
-    turns = [turn for t in kept for turn in t.turns if policy in turn.calls]
-    said = turns
+    turns = [turn for rollout in kept_rollouts for turn in rollout.turns if policy in turn.calls]
+    readable_turns = turns
     if config.rft.expert not in EXPERTS:
-        said = [turn for turn in turns if is_readable(turn, policy)]
-    samples = [sample_of(turn.calls[policy], config.rft.prompt_weight) for turn in said]
+        readable_turns = [turn for turn in turns if is_readable(turn, policy)]
+    samples = [sample_of(turn.calls[policy], config.rft.prompt_weight) for turn in readable_turns]
     if policy == "planner" and config.roles.refiner == POLICY:
         # The same weights learn both, each from what it read.
         assert isinstance(agent, Flow), "other agents have no roles"
-        samples += refinements(agent, kept, tokenizer, config.agent.max_result_chars)
-    return samples, len(turns) - len(said)
+        samples += refinements(agent, kept_rollouts, tokenizer, config.agent.max_result_chars)
+    return samples, len(turns) - len(readable_turns)
 
 
 def _count(
@@ -186,10 +186,10 @@ def _count(
 ) -> dict[str, Any]:
     """Print and return what was kept and what was not, over all ranks; collective."""
     config, world = components.config.rft, components.world
-    reward = sum(t.reward or 0 for t in demonstrations)
-    why_not = [rejected[reason] for reason in REJECTIONS]
-    own = [reward, len(batch.samples), *why_not, num_malformed, *batch.num_filtered.values()]
-    reward, num_samples, *counts = world.sum(own)
+    reward = sum(rollout.reward or 0 for rollout in demonstrations)
+    reasons = [rejected[reason] for reason in REJECTIONS]
+    local = [reward, len(batch.samples), *reasons, num_malformed, *batch.num_filtered.values()]
+    reward, num_samples, *counts = world.sum(local)
     num_rejected = named(REJECTIONS, counts)
     num_excluded = named(("malformed", *batch.num_filtered), counts[len(REJECTIONS) :])
     num_kept = config.num_rollouts - sum(num_rejected.values())
