@@ -110,13 +110,13 @@ def make_batch(
             num_dropped += 1
             continue
         minibatch = min(group.index * num_minibatches // num_groups, num_minibatches - 1)
-        finished = [(n, each) for n, each in enumerate(group.trajectories) if not each.error]
-        for (member, trajectory), of_turns in zip(finished, credits, strict=True):
-            if of_turns is None:
+        finished = [(n, t) for n, t in enumerate(group.trajectories) if not t.error]
+        for (member, trajectory), turn_credits in zip(finished, credits, strict=True):
+            if turn_credits is None:
                 continue
             calls = trained_calls(trajectory, policy)
-            made = [turn.calls.get(policy) for turn in trajectory.turns]
-            counts[FilterReason.EMPTY] += sum(call is not None for call in made) - len(calls)
+            num_calls = sum(turn.calls.get(policy) is not None for turn in trajectory.turns)
+            counts[FilterReason.EMPTY] += num_calls - len(calls)
             if leaves_out(trajectory):
                 counts[FilterReason.OVERLONG] += len(calls)
                 tokens[FilterReason.OVERLONG] += trajectory.num_tokens(policy)
@@ -126,7 +126,7 @@ def make_batch(
                 weight, divisor = _weight(average, *sizes)
                 sample_id = SampleId(group.index, member, turn)
                 samples.append(
-                    Sample.of(call, of_turns[turn], weight, minibatch, sample_id, divisor)
+                    Sample.of(call, turn_credits[turn], weight, minibatch, sample_id, divisor)
                 )
     return TrainBatch(tuple(samples), num_dropped, counts, tokens)
 
@@ -148,9 +148,9 @@ def rewards_to_go(
     to_go = [_to_go(trajectory) for trajectory in group.finished]
     credits: list[list[Credit]] = [[] for _ in to_go]
     for turn in range(max(map(len, to_go))):
-        members = [member for member, each in enumerate(to_go) if turn < len(each)]
-        found = credit([to_go[member][turn] for member in members])
-        for member, advantage in zip(members, found, strict=True):
+        members = [member for member, rewards in enumerate(to_go) if turn < len(rewards)]
+        turn_advantages = credit([to_go[member][turn] for member in members])
+        for member, advantage in zip(members, turn_advantages, strict=True):
             credits[member].append(advantage)
     return credits
 
@@ -166,6 +166,7 @@ def whitened(batch: TrainBatch, world: World) -> TrainBatch:
     values = [a for sample in batch.samples for a in sample.advantages]
     num, total = world.sum([len(values), math.fsum(values)])
     mean = total / max(num, 1)
+    # A second exchange, because the squares are around the mean of all ranks.
     (squares,) = world.sum([math.fsum((a - mean) ** 2 for a in values)])
     std = math.sqrt(squares / max(num, 1))
     samples = [
@@ -189,7 +190,7 @@ def _weight(
 
 def _has_signal(group: Group, credits: Credits) -> bool:
     """Tell whether rollouts or turns differ in what they earned, and any advantage is not 0."""
-    if len({(each.reward, each.turn_rewards) for each in group.finished}) < 2:
+    if len({(rollout.reward, rollout.turn_rewards) for rollout in group.finished}) < 2:
         return False
-    every = [each for of_turns in credits for each in of_turns or ()]
-    return any(each if isinstance(each, int | float) else any(each) for each in every)
+    all_credits = [credit for turn_credits in credits for credit in turn_credits or ()]
+    return any(credit if isinstance(credit, int | float) else any(credit) for credit in all_credits)

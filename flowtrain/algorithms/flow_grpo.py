@@ -62,11 +62,11 @@ _AVERAGES: dict[Mode, Average] = {"paper": "rollout", "released": "token"}
 def _over_turns(group: Group, policy: PolicyName) -> list[float]:
     """Compute (R - mean) / (std + 1e-6) of each trajectory, statistics over turn samples."""
     rewards = [reward_of(trajectory) for trajectory in group.finished]
-    per_turn = [
+    turn_rewards = [
         reward
         for trajectory, reward in zip(group.finished, rewards, strict=True)
         for _ in trained_calls(trajectory, policy)
     ]
     # A single sample has no spread: the released code then keeps the reward itself.
-    mean, std = (fmean(per_turn), stdev(per_turn)) if len(per_turn) > 1 else (0.0, 1.0)
+    mean, std = (fmean(turn_rewards), stdev(turn_rewards)) if len(turn_rewards) > 1 else (0.0, 1.0)
     return [(reward - mean) / (std + EPS) for reward in rewards]
