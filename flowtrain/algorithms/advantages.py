@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 EPS = 1e-6
 """Added to a standard deviation before it divides."""
 Mode = Literal["paper", "released"]
-"""How AgentFlow's objective averages: as the paper says, or as its code does."""
+"""The averages of AgentFlow's objective: as the paper says, or as its code does."""
 Average = Literal["rollout", "token", "constant"]
-"""What an objective is a mean over. rollout: rollouts of a group, then turns, then tokens (GRPO).
-token: all tokens of an update (DAPO). constant: rollouts, of the sum over their tokens divided by a
-constant C (Dr.GRPO)."""
+"""The items that an objective is a mean over. rollout: rollouts of a group, then turns, then tokens
+(GRPO). token: all tokens of an update (DAPO). constant: rollouts, of the sum over their tokens
+divided by a constant C (Dr.GRPO)."""
 Credit = float | Sequence[float]
 """The advantage of a turn: one number, or one per token of its response."""
 Credits = Sequence[Sequence[Credit] | None]
-"""Those of the turns of each rollout of a group that did not fail; None: it is not trained."""
+"""Credits of the turns of each rollout of a group that did not fail; None: it is not trained."""
 
 
 def reward_of(trajectory: Trajectory) -> float:
@@ -125,9 +125,8 @@ def make_batch(
                 sizes = len(finished), len(calls), len(call.response_ids), most_tokens
                 weight, divisor = _weight(average, *sizes)
                 sample_id = SampleId(group.index, member, turn)
-                samples.append(
-                    Sample.of(call, turn_credits[turn], weight, minibatch, sample_id, divisor)
-                )
+                sample = Sample.of(call, turn_credits[turn], weight, minibatch, sample_id, divisor)
+                samples.append(sample)
     return TrainBatch(tuple(samples), num_dropped, counts, tokens)
 
 

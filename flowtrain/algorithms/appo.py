@@ -110,12 +110,9 @@ class Appo(Algorithm):
         if not self._is_future_aware or not self._needs_minibatch:
             return None
         appo, dual_clip = self.config.appo, self.config.algorithm.dual_clip
-
+        drops = appo.dual_clipped == "drop"
         factor = functools.partial(
-            future_factor,
-            future=self._future_ratio(),
-            dual_clip=dual_clip,
-            leaves_mean=appo.dual_clipped == "drop",
+            future_factor, future=self._future_ratio(), dual_clip=dual_clip, leaves_mean=drops
         )
         return MinibatchFactor(factor, joins_turns=appo.future_scope == "rollout")
 

@@ -94,9 +94,8 @@ class Algorithm:
         chosen = config.algorithm
         self.options = self._options(config)
         self.own_loss = _own_loss(chosen)
-        """What `algorithm.loss` names in a file; None: a loss of flowkernels."""
-        # `defaults` reads the config, too.
-        self.config = config
+        """The function that `algorithm.loss` names in a file; None: a loss of flowkernels."""
+        self.config = config  # `defaults` reads it
         default_values = {
             key: value
             for key, value in self.defaults(chosen).items()
@@ -278,10 +277,8 @@ class Algorithm:
     def check(self) -> None:
         """Raise UserError for a config that the algorithm cannot work with."""
         options, algorithm_type = self.config.algorithm, type(self)
-        if all(
-            getattr(algorithm_type, name) is getattr(Algorithm, name)
-            for name in ("credit", "token_credit", "advantages")
-        ):
+        names = ("credit", "token_credit", "advantages")
+        if all(getattr(algorithm_type, name) is getattr(Algorithm, name) for name in names):
             raise UserError(f"algorithm.name={options.name!r} has no credit(rewards) of its own")
         if algorithm_type.advantages is not Algorithm.advantages:
             self._refuse_options_of_samples()

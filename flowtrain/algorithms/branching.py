@@ -135,7 +135,8 @@ def _versions(roots: Group, policy: PolicyName) -> set[int]:
 
 async def _score(scorer: Scorer, samples: Sequence[Sample], config: Config) -> tuple[int, Tensor]:
     """Return the scorer's version, and its log-probs of all response tokens, [T]."""
-    version, logprobs = await scorer.score(samples, config.sampling_of(config.train.policy)[1])
+    temperature = config.sampling_of(config.train.policy).temperature
+    version, logprobs = await scorer.score(samples, temperature)
     return version, fp32([x for sample_logprobs in logprobs for x in sample_logprobs], _CPU)
 
 
@@ -195,9 +196,8 @@ def _score_in_order(
     """Return log-probs and entropies of all response tokens in the order of the samples."""
     scores = trainer.score(model, pack_rows(samples, token_budget))
 
-    # Packing has changed their order.
     def joined(parts: list[Tensor]) -> Tensor:
-        return torch.cat([fp32([], trainer.device), *in_order(samples, parts)])
+        return torch.cat([fp32([], trainer.device), *in_order(samples, parts)])  # packing reorders
 
     return joined([s.logprob_T for s in scores]), joined([s.entropy_T for s in scores])
 
@@ -310,12 +310,9 @@ class _RootCall(NamedTuple):
     call: Call
 
 
-_Calls = Sequence[_RootCall]
-
-
 def _root_calls(
     groups: Sequence[Group], policy: PolicyName
-) -> tuple[list[tuple[int, int]], _Calls]:
+) -> tuple[list[tuple[int, int]], Sequence[_RootCall]]:
     """Return (group, trajectory) of each root, and the calls that began turns of a policy."""
     roots = [
         (g, member)
@@ -332,7 +329,7 @@ def _root_calls(
     return roots, calls
 
 
-def _at_random(calls: _Calls, seed: int, device: torch.device) -> BranchingScore:
+def _at_random(calls: Sequence[_RootCall], seed: int, device: torch.device) -> BranchingScore:
     """Draw in place of scores: every token is as likely as any other, and a candidate."""
     draws = [
         derive_uniform(seed, *sample_id, token)
@@ -347,7 +344,7 @@ def _best(
     branching: BranchingScore,
     allowed_T: Tensor,
     cu_S1: Tensor,
-    calls: _Calls,
+    calls: Sequence[_RootCall],
     starts: Sequence[int],
     num_points: int,
     spacing: int,

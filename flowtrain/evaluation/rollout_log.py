@@ -56,7 +56,7 @@ class Entry:
     usage: Usage
     """Tokens and cost of all models but the policy."""
     counts: Mapping[str, float]
-    """Of `count_rollouts`, where the log has them."""
+    """Counts of `count_rollouts`, where the log has them."""
     metrics: Mapping[str, float]
     """EM and F1 of a short answer, where the log has them; {} for other answers."""
 
@@ -85,7 +85,7 @@ class RolloutLog(ABC, Generic[Key]):
         self.entries: dict[Key, Entry] = {}
         """The last of every rollout."""
         self.usage = Usage()
-        """Of all rollouts that ended, failed ones and those that were asked for again included."""
+        """Usage of all rollouts that ended, failed ones and those asked for again included."""
         self.num_done = 0
         """Rollouts that did not fail."""
         self._reward = 0.0

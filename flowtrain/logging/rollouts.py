@@ -38,9 +38,9 @@ class RolloutStats:
 
     num_rollouts: int
     failed_rollouts: int
-    """Those that a frozen module failed; they have no reward."""
+    """Rollouts that a frozen module failed; they have no reward."""
     straggler_rollouts: int
-    """Those that the others did not wait for; out of time, too."""
+    """Rollouts that the others did not wait for; out of time, too."""
     reward_mean: float
     """Mean over rollouts that did not fail."""
     reward_std: float

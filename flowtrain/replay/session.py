@@ -35,15 +35,15 @@ class Outcome:
     """The result of a replay, the same on every rank."""
 
     steps: range
-    """Those that were asked for."""
+    """Steps that were asked for."""
     num_steps: int = 0
-    """Those that were made again."""
+    """Steps that were made again."""
     num_equal: int = 0
     """Versions whose every digest is that of the run; that before the first step counts too."""
     num_close: int = 0
     """Versions that differ by no more than the tolerance."""
     problems: list[str] = field(default_factory=list)
-    """What differs or was changed, in the order of steps."""
+    """Texts of what differs or was changed, in the order of steps."""
     notes: list[str] = field(default_factory=list)
     """Why bits cannot be expected, and what was not compared."""
     seconds: float = 0.0

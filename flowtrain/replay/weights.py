@@ -24,7 +24,7 @@ class Difference:
 
     step: int
     tensors: tuple[str, ...]
-    """Those that differ, in the order of their names."""
+    """Tensors that differ, in the order of their names."""
     where: str
     """The first word that differs with both values, or why it is not known."""
     largest: float | None

@@ -73,7 +73,7 @@ class DemonstrationLog(RolloutLog[int]):
     def __init__(self, folder: Path, pins: Mapping[str, Any], *, resumes: bool) -> None:
         super().__init__(folder, resumes=resumes)
         self.facts = {PINS: pins}
-        """What the run's manifest must hold."""
+        """Entries that the run's manifest must hold."""
 
     def key(self, record: Mapping[str, Any]) -> int:
         return int(record["group_index"])

@@ -241,7 +241,7 @@ class _RolloutText:
         new_ids = prompt_ids[num_previous:] if continues else prompt_ids
         prefix_note = f", the first {num_previous} as above" if continues else ""
         policy_word, finish_text = config.word_for(name), str(call.finish_reason)
-        limit, _ = config.sampling_of(name)
+        limit = config.sampling_of(name).max_new_tokens
         if call.finish_reason != FinishReason.LENGTH or len(call.response_ids) == limit:
             finish_text += _LIMITS.get(call.finish_reason, "").format(limit=limit, config=config)
         yield f"{policy_word} reads {len(prompt_ids)} tokens{prefix_note}:\n{decode(list(new_ids))}"

@@ -37,7 +37,7 @@ from flowtrain.weights.ranks import Ranks, SingleRank, on_all_ranks
 Rows = Sequence[Sequence[PackedRow]]
 """Rows of a step, by mini-batch."""
 State = Mapping[str, int | str]
-"""What a run goes on from beside its weights and moments."""
+"""State that a run resumes from, beside its weights and moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +305,7 @@ def make_trainer(
     model = shard(components.model, ranks, spec)
     if needs_reference and reference is None:
         reference = model
-    _, temperature = config.sampling_of(train.policy)
+    temperature = config.sampling_of(train.policy).temperature
     return Trainer(
         model,
         ranks,

@@ -1,4 +1,4 @@
-"""How a run is laid out on its machines: which ranks train and which sample, and how long the rows
+"""The layout of a run on its machines: which ranks train and which sample, and how long the rows
 are that those which train have memory for.
 """
 
