@@ -156,8 +156,8 @@ def rewards_to_go(
 
 def _to_go(trajectory: Trajectory) -> list[float]:
     earned = trajectory.turn_rewards or (0.0,) * len(trajectory.turns)
-    before = [0.0, *accumulate(earned)]
-    return [reward_of(trajectory) - before[turn] for turn in range(len(trajectory.turns))]
+    earned_before = [0.0, *accumulate(earned)]
+    return [reward_of(trajectory) - earned_before[turn] for turn in range(len(trajectory.turns))]
 
 
 def whitened(batch: TrainBatch, world: World) -> TrainBatch:

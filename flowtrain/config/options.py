@@ -183,6 +183,7 @@ def _read(path: str, origin: str, including: tuple[str, ...] = ()) -> _Values:
     where = f"{origin}: {_INCLUDE}={_shown(repr(included))}"
     if not isinstance(included, str) or not included or "\0" in included:
         raise UserError(f"{where} must be the path of a file, seen from this one")
+    # By real paths, because a link may close the circle.
     open_files = (*including, os.path.realpath(path))
     base_path = str(Path(path).parent / included)
     if os.path.realpath(base_path) in open_files:
@@ -218,7 +219,7 @@ def _checked(values: dict[str, Any], origin: str) -> _Values:
             _path(section, origin)
         tables = {section: table}
         if section in NAMED:
-            tables = {f"{section}.{name}": named for name, named in table.items()}
+            tables = {f"{section}.{name}": entries for name, entries in table.items()}
         for heading, options in tables.items():
             if not isinstance(options, dict):
                 name = _shown(heading)
@@ -236,6 +237,7 @@ def _merged(values: _Values, overrides: Mapping[str, str]) -> Config:
         for part in tables:
             table = table.setdefault(part, {})
         table[name] = _value(key, text)
+        # An error about the key is the command line's from now on, not the file's.
         origins.pop(".".join(path), None)
     try:
         return Config.model_validate(values.tables)

@@ -318,10 +318,10 @@ def _check_rft(config: Config) -> None:
 
 def _check_plugins(config: Config) -> None:
     agent, dataflow = config.agent, config.dataflow
-    named = (*agent.tools, agent.environment, config.algorithm.name, *config.log.loggers)
-    named += (dataflow.prompt_filter, dataflow.group_filter)
-    named += (dataflow.selector, dataflow.replay_selector)
-    names = {name.rpartition(":")[2] for name in named if name}
+    named_options = (*agent.tools, agent.environment, config.algorithm.name, *config.log.loggers)
+    named_options += (dataflow.prompt_filter, dataflow.group_filter)
+    named_options += (dataflow.selector, dataflow.replay_selector)
+    names = {name.rpartition(":")[2] for name in named_options if name}
     if unknown := sorted(config.plugins.keys() - names):
         raise ValueError(
             f"plugins.{unknown[0]}: nothing that the config names is called so; it names "

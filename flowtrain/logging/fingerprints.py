@@ -21,11 +21,11 @@ def check_same(
     """Raise UserError that names the first differences, unless both pins are the same; `key` is the
     option of the folder.
     """
-    before, current = flat(recorded), flat(current)
+    initial, current = flat(recorded), flat(current)
     changes = [
-        f"{name} was {_text(before, name)}, is {_text(current, name)}"
-        for name in sorted({*before, *current})
-        if _text(before, name) != _text(current, name)
+        f"{name} was {_text(initial, name)}, is {_text(current, name)}"
+        for name in sorted({*initial, *current})
+        if _text(initial, name) != _text(current, name)
     ]
     if changes:
         text = "; ".join(changes[:_SHOWN])
@@ -45,11 +45,11 @@ def changes(folder: Path, config: Config) -> str:
     default, current = (
         flat(options.model_dump(mode="json", exclude_none=True)) for options in (Config(), config)
     )
-    before = default | flat(recorded) if recorded else current
+    initial = default | flat(recorded) if recorded else current
     return ", ".join(
-        f"{key}: {_text(before, key)} -> {_text(current, key)}"
-        for key in sorted({*before, *current} - {"run.dir", "run.resume"})
-        if before.get(key) != current.get(key)
+        f"{key}: {_text(initial, key)} -> {_text(current, key)}"
+        for key in sorted({*initial, *current} - {"run.dir", "run.resume"})
+        if initial.get(key) != current.get(key)
     )
 
 

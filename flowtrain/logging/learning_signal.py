@@ -89,6 +89,7 @@ def _cause(total: Tally) -> tuple[str, bool] | None:
     has_tokens = counts["tokens/sampled"] + counts["tokens/shared"] > 0
     left_out = sum(number for name, number in counts.items() if name.startswith("num_excluded/"))
     example = "; ".join(total.said.get("example", ())[:1])
+    # The first that holds is told, from failed rollouts to samples left out.
     broken = {
         f"all {counts['rollouts']} rollouts failed; {example}": not counts["finished"],
         "all prompts outgrow the model": not has_tokens

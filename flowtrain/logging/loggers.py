@@ -211,6 +211,7 @@ class Background:
 
     def _work(self) -> None:
         while (work := self._waiting.get()) is not None:
+            # Read on, or the queue would fill and `close` wait in vain.
             if self._is_off:
                 continue
             try:

@@ -65,16 +65,16 @@ def count_rewards(
         tally.add({f"reward_failures/{reason}": failures[reason] for reason in FAILURES})
 
 
-def count_kept(tally: Tally, trajectories: Sequence[Trajectory], most: int) -> None:
+def count_kept(tally: Tally, trajectories: Sequence[Trajectory], max_kept: int) -> None:
     """Count how many tokens the policies' were sampled from, and for how many tokens these were
-    `most`, the number allowed; 0: no limit.
+    `max_kept`, the number allowed; 0: no limit.
     """
     calls = [call for t in trajectories for turn in t.turns for call in turn.calls.values()]
     masks = [call.sampling_mask for call in calls if call.sampling_mask]
     counts = [count for mask in masks for count in mask.counts]
-    if most and counts:
+    if max_kept and counts:
         tally.mean("kept_tokens_mean", sum(counts), len(counts))
-        tally.mean("kept_at_cap_share", sum(count >= most for count in counts), len(counts))
+        tally.mean("kept_at_cap_share", sum(count >= max_kept for count in counts), len(counts))
 
 
 def count_rescued(tally: Tally, trajectories: Sequence[Trajectory]) -> None:

@@ -153,10 +153,10 @@ def version_record(manifest: Manifest) -> dict[str, Any]:
     return {"root": manifest.root, "tensors": tensors}
 
 
-def chained(before: str, line: Mapping[str, Any]) -> str:
-    """Return the chain of a line: the SHA-256 of it, without its chain, and of the one `before`."""
+def chained(previous: str, line: Mapping[str, Any]) -> str:
+    """Return the chain of a line: the SHA-256 of it, without its chain, and of the one before."""
     plain = {key: value for key, value in line.items() if key != "chain"}
-    return hashlib.sha256(f"{before}{json.dumps(plain, sort_keys=True)}".encode()).hexdigest()
+    return hashlib.sha256(f"{previous}{json.dumps(plain, sort_keys=True)}".encode()).hexdigest()
 
 
 def step_folder(folder: Path, step: int) -> Path:

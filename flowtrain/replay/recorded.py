@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowtrain.config import Config
 from flowtrain.config.options import parse_over
@@ -33,6 +33,13 @@ _UNTRAINED_RUN_OPTIONS = {"dir", "resume", "profile", "dry_run", "threads"}
 Line = Mapping[str, Any]
 
 
+class Problem(NamedTuple):
+    """A line of the log that was changed or is missing."""
+
+    step: int
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """The replay log in `folder`."""
@@ -43,8 +50,8 @@ class Recorded:
     """Lines of the run being opened, by the step that it began or went on after."""
     steps: Mapping[int, Line]
     """Lines of steps, without those that were changed."""
-    problems: tuple[tuple[int, str], ...]
-    """(step, what is wrong) in the order of steps: lines that were changed or are missing."""
+    problems: tuple[Problem, ...]
+    """Lines that were changed or are missing, in the order of steps."""
 
     @classmethod
     def read(cls, run: Path) -> Recorded:
@@ -52,7 +59,7 @@ class Recorded:
         path = log_path(run)
         lives: dict[int, Line] = {}
         steps: dict[int, Line] = {}
-        problems: list[tuple[int, str]] = []
+        problems: list[Problem] = []
         previous_chains: tuple[str, ...] = ("",)
         for number, line in enumerate(read_lines(path), 1):
             step, expected = int(line["step"]), [chained(chain, line) for chain in previous_chains]
@@ -61,15 +68,13 @@ class Recorded:
             if line.get("chain") in expected:
                 (steps if "files" in line else lives)[step] = line
             else:
-                text = (
-                    f"{path} line {number}, of step {step}, was changed, or one before it is gone"
-                )
-                problems.append((step, text))
+                text = f"line {number}, of step {step}, was changed, or one before it is gone"
+                problems.append(Problem(step, f"{path} {text}"))
         if any("index.rank0.json" in line["files"] for line in steps.values()):
             raise UserError(
                 f"{path} is of an older version of flowtrain, which alone can replay it"
             )
-        problems += _missing_lines(path, steps, lives, {step for step, _ in problems})
+        problems += _missing_lines(path, steps, lives, {problem.step for problem in problems})
         return cls(run, path.parent, lives, steps, tuple(sorted(problems)))
 
     def life_of(self, step: int) -> int:
@@ -85,7 +90,7 @@ class Recorded:
         """Return the options of a life. Raises UserError when its line or its file was changed."""
         if life not in self.lives:
             opened = f"{self.folder} does not say how the run was opened after step {life}"
-            raise UserError("; ".join([opened, *(text for _, text in self.problems)]))
+            raise UserError("; ".join([opened, *(problem.text for problem in self.problems)]))
         path = config_path(self.folder, life)
         text = path.read_bytes() if path.is_file() else b""
         if hashlib.sha256(text).hexdigest() != self.lives[life]["opened"]["config"]:
@@ -162,16 +167,16 @@ class Recorded:
 
 def _missing_lines(
     path: Path, steps: Mapping[int, Line], lives: Mapping[int, Line], changed_steps: set[int]
-) -> Iterator[tuple[int, str]]:
+) -> Iterator[Problem]:
     """Yield the steps without a line, but for `changed_steps`, which have a changed one."""
     first = min(steps, default=0)
     for step in sorted(steps):
         # A run that was resumed without the option leaves a hole, behind which it was opened anew.
         if step > first and not {step - 1} & (steps.keys() | lives.keys() | changed_steps):
-            yield step - 1, f"{path} has no line of step {step - 1}"
+            yield Problem(step - 1, f"{path} has no line of step {step - 1}")
     for step in sorted(_logged(path.parents[1]) - steps.keys() - changed_steps):
         if step > max(steps, default=0):
-            yield step, f"{path} has no line of step {step}, which metrics.jsonl has"
+            yield Problem(step, f"{path} has no line of step {step}, which metrics.jsonl has")
 
 
 def _logged(run: Path) -> set[int]:

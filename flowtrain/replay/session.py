@@ -80,6 +80,7 @@ class Session:
         steps, (lines, damage) = self.outcome.steps, self._damage()
         self.outcome.problems += lines
         started = time.monotonic()
+        # From other weights no step can come out the same.
         goes_on = self._check_version(steps.start - 1)
         for step in steps if goes_on else ():
             if step in damage or not self._step(step):
@@ -94,8 +95,8 @@ class Session:
         lines: list[str] = []
         files: dict[int, list[str]] = {}
         if self.world.is_main:
-            lines = [text for _, text in self.recorded.problems]
-            steps_named = {step for step, _ in self.recorded.problems}
+            lines = [problem.text for problem in self.recorded.problems]
+            steps_named = {problem.step for problem in self.recorded.problems}
             for step in self.outcome.steps:
                 if step in self.recorded.steps:
                     if texts := self.recorded.damage(step):

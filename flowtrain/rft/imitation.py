@@ -132,6 +132,7 @@ def _export(components: LearnerComponents, path: Path, facts: dict[str, Any]) ->
     weights = full_weights(components.model)
     if not components.world.is_main:
         return
+    # Written beside and then moved: what stands there is a whole model.
     scratch = path.with_name(f"{path.name}.writing")
     with writing_tensors(path):
         remove(scratch)

@@ -66,23 +66,23 @@ def rft(config: Config) -> int:
             interrupt = cleanup.enter_context(Interrupt())
             return imitate_file(LearnerComponents.load(config, placement), interrupt)
         log = None if config.rft.expert in EXPERTS else open_log(config)
-        missing = [] if log is None else log.missing(config.rft.num_rollouts, world.size)
+        missing_numbers = [] if log is None else log.missing(config.rft.num_rollouts, world.size)
         interrupt = cleanup.enter_context(Interrupt())
         components = RunComponents.prepare(
             config,
             placement,
-            asked=asked_policies(config),
-            others={TEACHER: config.rft.expert} if missing else {},
+            asked_policies=asked_policies(config),
+            extra_roles={TEACHER: config.rft.expert} if missing_numbers else {},
             fictional=config.rft.fictional,
         )
         cleanup.callback(components.close)
-        return _run(components, log, missing, interrupt, cleanup)
+        return _run(components, log, missing_numbers, interrupt, cleanup)
 
 
 def _run(
     components: RunComponents,
     log: DemonstrationLog | None,
-    missing: Sequence[int],
+    missing_numbers: Sequence[int],
     interrupt: Interrupt,
     cleanup: ExitStack,
 ) -> int:
@@ -98,8 +98,8 @@ def _run(
         interrupt.defer()
     else:
         interrupt.defer()
-        demonstrations = _learn_from_teacher(components, agent, log, missing, interrupt)
-        if missing and interrupt.requested:
+        demonstrations = _learn_from_teacher(components, agent, log, missing_numbers, interrupt)
+        if missing_numbers and interrupt.requested:
             print(
                 f"{log.num_done} of {config.rft.num_rollouts} rollouts are in {log.path}; "
                 "--resume auto asks for the others"
@@ -225,20 +225,20 @@ def _learn_from_teacher(
     components: RunComponents,
     agent: Agent,
     log: DemonstrationLog,
-    missing: Sequence[int],
+    missing_numbers: Sequence[int],
     interrupt: Interrupt,
 ) -> list[Trajectory]:
     """Collect the teacher's rollouts that are missing, and read this rank's share of all."""
     config, world = components.config, components.world
     tasks = draw_tasks(components.tasks, config)
     log.check(tasks)
-    if missing:
-        num_done = len(tasks) - len(missing)
+    if missing_numbers:
+        num_done = len(tasks) - len(missing_numbers)
         seed = derive_seed(config.run.seed, "rft")
         # A number has a seed of its own, so that it does not matter which others are asked for.
-        seeds = {number: derive_seed(seed, number, tasks[number].id) for number in missing}
+        seeds = {number: derive_seed(seed, number, tasks[number].id) for number in missing_numbers}
         ask(
-            [Question(n, n, agent, tasks[n], seeds[n]) for n in missing],
+            [Question(n, n, agent, tasks[n], seeds[n]) for n in missing_numbers],
             log,
             max_in_flight=config.rollout.max_in_flight,
             progress=ProgressLine(len(tasks), num_done, True, unit="rollout"),

@@ -36,6 +36,7 @@ def page_data(run_dir: Path, num_rollouts: int, max_bytes: int = MAX_BYTES) -> d
     if run.places:  # a rollout takes about as much here as in the log
         mean_bytes = sum(place.end - place.start for place in run.places) / len(run.places)
         num_rollouts = min(num_rollouts, int(2 * max_bytes / mean_bytes) + 1)
+    # Rollouts differ in size: what the mean promised is corrected until the page fits.
     while True:
         data = run.data(num_rollouts)
         num_bytes, num_shown = len(json_block(data)), len(data["rollouts"])

@@ -58,6 +58,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     world = World.join(config.run.device, config.run.collective_timeout_s)
     cleanup.callback(world.leave)
     cleanup.enter_context(lock_run_dir(config, world))
+    # Before anything is loaded, so that a finished run ends at once.
     check_left(config, world)
     memory = MemoryPeak(world.device)
     placement = Placement.of(config, world)
@@ -112,6 +113,7 @@ def _open_policy(
     with waiting("reading the checkpoint", world.is_main):
         state = resume(run_dir, learner, None if first is None else first.start_step)
     with waiting("publishing and loading the weights", world.is_main):
+        # The store may have versions of steps that the checkpoint does not know.
         learner.republish(state["step"])
         load(shared.engines[config.train.policy], state["step"], placement)
     if first is None:  # now that the config cannot be refused any more
@@ -123,9 +125,7 @@ def _open_policy(
     )
     cleanup.callback(logger.close)
     evaluator = Evaluator(
-        components=components,
-        engines=shared.engines,
-        benchmarks=shared.benchmarks,
+        components=components, engines=shared.engines, benchmarks=shared.benchmarks
     )
     pool = None
     if config.dataflow.url:

@@ -29,14 +29,7 @@ from flowtrain.logging.rollout_parts import count_parts, part_metrics
 from flowtrain.logging.rollouts import RolloutStats, count_rollouts
 from flowtrain.logging.tally import Tally
 from flowtrain.logging.token_counts import account, count_tokens
-from flowtrain.records import (
-    PolicyName,
-    Rollouts,
-    Task,
-    TokenAccount,
-    TrainBatch,
-    Trajectory,
-)
+from flowtrain.records import PolicyName, Rollouts, Task, TokenAccount, TrainBatch, Trajectory
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
@@ -103,6 +96,7 @@ class Run:
         """Tell whether some rank was asked to end. Raises what a checkpoint could not be written
         for, on every rank.
         """
+        # One exchange for both, after which all ranks do the same.
         flags = [self.shared.interrupt.requested, self.learner.has_failed()]
         is_requested, has_failed = self.components.world.max(flags)
         if has_failed:

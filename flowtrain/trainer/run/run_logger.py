@@ -89,12 +89,8 @@ class RunLogger:
         is_main = self._placement.world.is_main
         self._metrics = None
         if is_main:
-            self._metrics = MetricsLog(
-                path,
-                last_step,
-                config.log.tensorboard,
-                open_loggers(config, path, last_step),
-            )
+            loggers = open_loggers(config, path, last_step)
+            self._metrics = MetricsLog(path, last_step, config.log.tensorboard, loggers)
             cleanup.callback(self._metrics.close)
         last_evaluated = -1 if self._metrics is None else self._metrics.last_step("eval_reward")
         self.evaluated = int(self._placement.world.max([last_evaluated])[0])

@@ -193,6 +193,7 @@ class Learner(Follower):
         if self.publisher.resume(self.weights, version):
             self.components.placement.wait()
         else:
+            # The store has no such version, or other tensors under its number.
             self._roll_back(version - 1)
             self.publish(version)
 
@@ -205,7 +206,7 @@ class Learner(Follower):
         on_all_ranks(ranks, lambda: action() if ranks.is_main else None, other_failed=OSError)
 
     def save(self, step: int, state: State, on_saved: Callable[[], None]) -> None:
-        self.wait_for_checkpoint()
+        self.wait_for_checkpoint()  # the one before; raises what that failed with
         self.checkpoints.save(
             step,
             self.components.model,
