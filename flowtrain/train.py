@@ -76,7 +76,7 @@ def train(config: Config) -> int:
             if run.is_checkpoint_due(step):
                 with timer("checkpoint"):
                     run.checkpoint(step)
-            # After the checkpoint: a run that the gate ends can go on from this step.
+            # After the checkpoint, so that a run which the gate ends keeps it.
             for (policy_run, _), counted in zip(trained_runs, counts, strict=True):
                 policy_run.watch(step, counted)
             if run.is_interrupted():

@@ -168,8 +168,8 @@ class Appo(Algorithm):
             )
 
     def check_nodes(self) -> None:
-        """A node divides its sampler's log-probs by another policy's, or the reverse: both must be
-        of the same distribution.
+        """Check what a node divides: its sampler's log-probs by another policy's, or the reverse.
+        Both must be of the same distribution.
         """
         config, rollout = self.config, self.config.rollout
         if config.appo.rule != "score":

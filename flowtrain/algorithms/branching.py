@@ -229,7 +229,7 @@ def known_logprobs(
 
 @functools.lru_cache(maxsize=1)  # decodes the whole vocabulary
 def blank_tokens(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> Tensor:
-    """[V] bool: ids of white space and punctuation, which are no decision, and ids without text."""
+    """Mark [V] bool ids of white space and punctuation, which are no decision, and without text."""
     texts = tokenizer.batch_decode([[index] for index in range(min(len(tokenizer), vocab_size))])
     blank = [not any(c.isalnum() for c in text) for text in texts]
     return torch.tensor(blank + [True] * (vocab_size - len(blank)), dtype=torch.bool)

@@ -126,7 +126,7 @@ class Interrupt:
         return self
 
     def defer(self) -> None:
-        """From now on there is something to finish and to save."""
+        """Turn signals into requests from now on: there is something to finish and to save."""
         self._is_deferred = True
 
     def __exit__(self, *_: object) -> None:

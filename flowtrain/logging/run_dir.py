@@ -180,7 +180,7 @@ def _remove_start(path: Path, with_folder: bool) -> None:
 
 
 def _git_state(root: Path) -> tuple[str | None, bool | None]:
-    """(commit, dirty) of `root` where it is the top of a checkout; an installed copy inside
+    """Return (commit, dirty) of `root` where it is the top of a checkout; an installed copy inside
     someone's repository is none.
     """
     top = _git(root, "rev-parse", "--show-toplevel")

@@ -80,7 +80,7 @@ class Session:
         steps, (lines, damage) = self.outcome.steps, self._damage()
         self.outcome.problems += lines
         started = time.monotonic()
-        # From other weights no step can come out the same.
+        # Of the start, too: from other weights no step can come out the same.
         goes_on = self._check_version(steps.start - 1)
         for step in steps if goes_on else ():
             if step in damage or not self._step(step):

@@ -379,7 +379,7 @@ def load_trained_policy(
     else:
         spec = ModelSpec.load("model.path", path)
         tokenizer = spec.tokenizer
-        # Master weights are fp32; under an adapter they are frozen, and stay in model.dtype.
+        # Trained weights are fp32 masters; under an adapter all are frozen, in model.dtype.
         dtype = getattr(torch, config.model.dtype) if config.lora.rank else torch.float32
         model = load_model(path, dtype) if with_weights else spec.without_weights()
         name_stop_ids(model.generation_config, tokenizer)  # what is saved ends replies by itself
