@@ -58,9 +58,9 @@ def train(config: Config) -> int:
     if config.run.dry_run:
         return dry_run(config)
     with Interrupt() as interrupt, open_run(config, interrupt) as run:
-        warm = run.evaluate_warm()
+        warm_results = run.evaluate_warm()
         interrupt.defer()
-        policies = [(each, _replay_log(each)) for each in (*run.beside, run)]
+        trained_runs = [(policy_run, _replay_log(policy_run)) for policy_run in (*run.beside, run)]
         timer = StepTimer()
         for step in run.steps():
             rollouts = gather(run, step, timer)
@@ -68,20 +68,21 @@ def train(config: Config) -> int:
                 run.end(step - 1)
                 return INTERRUPTED
             counts = [
-                learn(each, step, rollouts, log, timer if each is run else StepTimer())
-                for each, log in policies
+                learn(policy_run, step, rollouts, log, timer if policy_run is run else StepTimer())
+                for policy_run, log in trained_runs
             ]
             timer = StepTimer()
             # After the log: a kill in between leaves too many lines, not too few.
             if run.is_checkpoint_due(step):
                 with timer("checkpoint"):
                     run.checkpoint(step)
-            for (each, _), counted in zip(policies, counts, strict=True):
-                each.watch(step, counted)
+            # After the checkpoint, so that a run which the gate ends keeps it.
+            for (policy_run, _), counted in zip(trained_runs, counts, strict=True):
+                policy_run.watch(step, counted)
             if run.is_interrupted():
                 run.end(step)
                 return INTERRUPTED
-        run.finish(warm)
+        run.finish(warm_results)
     return 0
 
 
@@ -102,23 +103,23 @@ def learn(
         rows = learner.balance(packed)
         rows = learner.old_logprobs(rows)
         rows = learner.ref_logprobs(rows)
-        trained = learner.train(step, rows)
-    counted = run.count(step, rollouts, batch, packed, trained)
+        train_stats = learner.train(step, rows)
+    counted = run.count(step, rollouts, batch, packed, train_stats)
     with timer("publish"):
-        published = run.publish(step, counted.tokens)
+        publish_metrics = run.publish(step, counted.tokens)
     with timer("load"):
-        loaded = run.load(step)
+        load_metrics = run.load(step)
     with timer("eval"):
         evaluation = run.evaluate(step)
-    kept = replay_log.keep(step, rollouts, batch)
+    replay_metrics = replay_log.keep(step, rollouts, batch)
     run.logger.log(
         step,
         rollouts,
         batch,
-        trained=trained,
+        trained=train_stats,
         counted=counted,
         evaluation=evaluation,
-        metrics={**published, **loaded, **kept, **timer.metrics()},
+        metrics={**publish_metrics, **load_metrics, **replay_metrics, **timer.metrics()},
     )
     return counted
 
@@ -145,8 +146,8 @@ def sample(run: Run, step: int, timer: StepTimer) -> Rollouts:
     """
     num_questions, num_asked = run.config.rollout.num_questions, 0
     rollouts, num_missing = Rollouts((), {}, {}), num_questions
-    for number in range(1 + (run.config.algorithm.dynamic_sampling or 0)):
-        rollouts = joined(rollouts, _roll_out(run, step, number, num_missing, timer), num_asked)
+    for attempt in range(1 + (run.config.algorithm.dynamic_sampling or 0)):
+        rollouts = joined(rollouts, _roll_out(run, step, attempt, num_missing, timer), num_asked)
         num_asked += num_missing
         if run.config.algorithm.dynamic_sampling:
             policy = run.config.train.policy
@@ -157,24 +158,25 @@ def sample(run: Run, step: int, timer: StepTimer) -> Rollouts:
     return rollouts
 
 
-def _roll_out(run: Run, step: int, number: int, num_questions: int, timer: StepTimer) -> Rollouts:
-    """Roll out and score the next questions; `number` of the round within the step."""
+def _roll_out(run: Run, step: int, attempt: int, num_questions: int, timer: StepTimer) -> Rollouts:
+    """Roll out and score the next questions, in one `attempt` of the step's, from 0."""
     config, samplers = run.config.rollout, run.components.placement.samplers
     agent = run.agent_of(step)
     tasks = run.cursor.take(num_questions)
-    part = (step, number) if number else (step,)
-    with timer("collect"), run.waiting_for_rollouts(step) as tick:
+    # The first attempt draws as a run without dynamic sampling does.
+    seed_parts = (step, attempt) if attempt else (step,)
+    with timer("collect"), run.waiting_for_rollouts(step) as on_rollout:
         groups = collect(
             agent,
             tasks,
             group_size=run.components.algorithm.num_roots,
-            seed=derive_seed(run.config.run.seed, "train", *part),
+            seed=derive_seed(run.config.run.seed, "train", *seed_parts),
             max_in_flight=config.max_in_flight,
             rank=samplers.rank,
             num_ranks=samplers.size,
             straggler_share=config.straggler_share,
             straggler_s=config.straggler_s,
-            on_done=tick,
+            on_done=on_rollout,
         )
     with timer("branch"):
         branches = run.learner.branch(step, groups)

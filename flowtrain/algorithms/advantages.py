@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 EPS = 1e-6
 """Added to a standard deviation before it divides."""
 Mode = Literal["paper", "released"]
-"""How AgentFlow's objective averages: as the paper says, or as its code does."""
+"""The averages of AgentFlow's objective: as the paper says, or as its code does."""
 Average = Literal["rollout", "token", "constant"]
-"""What an objective is a mean over. rollout: rollouts of a group, then turns, then tokens (GRPO).
-token: all tokens of an update (DAPO). constant: rollouts, of the sum over their tokens divided by a
-constant C (Dr.GRPO)."""
+"""The items that an objective is a mean over. rollout: rollouts of a group, then turns, then tokens
+(GRPO). token: all tokens of an update (DAPO). constant: rollouts, of the sum over their tokens
+divided by a constant C (Dr.GRPO)."""
 Credit = float | Sequence[float]
 """The advantage of a turn: one number, or one per token of its response."""
 Credits = Sequence[Sequence[Credit] | None]
-"""Those of the turns of each rollout of a group that did not fail; None: it is not trained."""
+"""Credits of the turns of each rollout of a group that did not fail; None: it is not trained."""
 
 
 def reward_of(trajectory: Trajectory) -> float:
@@ -110,13 +110,13 @@ def make_batch(
             num_dropped += 1
             continue
         minibatch = min(group.index * num_minibatches // num_groups, num_minibatches - 1)
-        finished = [(n, each) for n, each in enumerate(group.trajectories) if not each.error]
-        for (member, trajectory), of_turns in zip(finished, credits, strict=True):
-            if of_turns is None:
+        finished = [(n, t) for n, t in enumerate(group.trajectories) if not t.error]
+        for (member, trajectory), turn_credits in zip(finished, credits, strict=True):
+            if turn_credits is None:
                 continue
             calls = trained_calls(trajectory, policy)
-            made = [turn.calls.get(policy) for turn in trajectory.turns]
-            counts[FilterReason.EMPTY] += sum(call is not None for call in made) - len(calls)
+            num_calls = sum(turn.calls.get(policy) is not None for turn in trajectory.turns)
+            counts[FilterReason.EMPTY] += num_calls - len(calls)
             if leaves_out(trajectory):
                 counts[FilterReason.OVERLONG] += len(calls)
                 tokens[FilterReason.OVERLONG] += trajectory.num_tokens(policy)
@@ -125,9 +125,8 @@ def make_batch(
                 sizes = len(finished), len(calls), len(call.response_ids), most_tokens
                 weight, divisor = _weight(average, *sizes)
                 sample_id = SampleId(group.index, member, turn)
-                samples.append(
-                    Sample.of(call, of_turns[turn], weight, minibatch, sample_id, divisor)
-                )
+                sample = Sample.of(call, turn_credits[turn], weight, minibatch, sample_id, divisor)
+                samples.append(sample)
     return TrainBatch(tuple(samples), num_dropped, counts, tokens)
 
 
@@ -148,17 +147,17 @@ def rewards_to_go(
     to_go = [_to_go(trajectory) for trajectory in group.finished]
     credits: list[list[Credit]] = [[] for _ in to_go]
     for turn in range(max(map(len, to_go))):
-        members = [member for member, each in enumerate(to_go) if turn < len(each)]
-        found = credit([to_go[member][turn] for member in members])
-        for member, advantage in zip(members, found, strict=True):
+        members = [member for member, rewards in enumerate(to_go) if turn < len(rewards)]
+        turn_advantages = credit([to_go[member][turn] for member in members])
+        for member, advantage in zip(members, turn_advantages, strict=True):
             credits[member].append(advantage)
     return credits
 
 
 def _to_go(trajectory: Trajectory) -> list[float]:
     earned = trajectory.turn_rewards or (0.0,) * len(trajectory.turns)
-    before = [0.0, *accumulate(earned)]
-    return [reward_of(trajectory) - before[turn] for turn in range(len(trajectory.turns))]
+    earned_before = [0.0, *accumulate(earned)]
+    return [reward_of(trajectory) - earned_before[turn] for turn in range(len(trajectory.turns))]
 
 
 def whitened(batch: TrainBatch, world: World) -> TrainBatch:
@@ -166,6 +165,7 @@ def whitened(batch: TrainBatch, world: World) -> TrainBatch:
     values = [a for sample in batch.samples for a in sample.advantages]
     num, total = world.sum([len(values), math.fsum(values)])
     mean = total / max(num, 1)
+    # A second exchange, because the squares are around the mean of all ranks.
     (squares,) = world.sum([math.fsum((a - mean) ** 2 for a in values)])
     std = math.sqrt(squares / max(num, 1))
     samples = [
@@ -189,7 +189,7 @@ def _weight(
 
 def _has_signal(group: Group, credits: Credits) -> bool:
     """Tell whether rollouts or turns differ in what they earned, and any advantage is not 0."""
-    if len({(each.reward, each.turn_rewards) for each in group.finished}) < 2:
+    if len({(rollout.reward, rollout.turn_rewards) for rollout in group.finished}) < 2:
         return False
-    every = [each for of_turns in credits for each in of_turns or ()]
-    return any(each if isinstance(each, int | float) else any(each) for each in every)
+    all_credits = [credit for turn_credits in credits for credit in turn_credits or ()]
+    return any(credit if isinstance(credit, int | float) else any(credit) for credit in all_credits)

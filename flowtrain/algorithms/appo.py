@@ -109,15 +109,12 @@ class Appo(Algorithm):
 
         if not self._is_future_aware or not self._needs_minibatch:
             return None
-        a, dual_clip = self.config.appo, self.config.algorithm.dual_clip
-
+        appo, dual_clip = self.config.appo, self.config.algorithm.dual_clip
+        drops = appo.dual_clipped == "drop"
         factor = functools.partial(
-            future_factor,
-            future=self._future_ratio(),
-            dual_clip=dual_clip,
-            leaves_mean=a.dual_clipped == "drop",
+            future_factor, future=self._future_ratio(), dual_clip=dual_clip, leaves_mean=drops
         )
-        return MinibatchFactor(factor, joins_turns=a.future_scope == "rollout")
+        return MinibatchFactor(factor, joins_turns=appo.future_scope == "rollout")
 
     @property
     def _is_future_aware(self) -> bool:
@@ -125,18 +122,20 @@ class Appo(Algorithm):
 
     @property
     def _needs_minibatch(self) -> bool:
-        a = self.config.appo
-        return a.future_scope == "rollout" or a.dual_clipped == "drop"
+        appo = self.config.appo
+        return appo.future_scope == "rollout" or appo.dual_clipped == "drop"
 
     def _future_ratio(self) -> FutureRatio:
         from flowkernels import FutureRatio
 
-        a = self.config.appo
-        return FutureRatio(a.future_coef, a.future_half_life, a.future_low, a.future_high)
+        appo = self.config.appo
+        return FutureRatio(
+            appo.future_coef, appo.future_half_life, appo.future_low, appo.future_high
+        )
 
     def defaults(self, chosen: Options) -> Values:
-        higher = {} if chosen.m2po is not None else {"clip_high": 0.28}
-        return super().defaults(chosen) | higher | {"dual_clip": 3.0, "equal_groups": "drop"}
+        clip = {} if chosen.m2po is not None else {"clip_high": 0.28}
+        return super().defaults(chosen) | clip | {"dual_clip": 3.0, "equal_groups": "drop"}
 
     def check(self) -> None:
         super().check()
@@ -169,8 +168,8 @@ class Appo(Algorithm):
             )
 
     def check_nodes(self) -> None:
-        """A node divides its sampler's log-probs by another policy's, or the reverse: both must be
-        of the same distribution.
+        """Check what a node divides: its sampler's log-probs by another policy's, or the reverse.
+        Both must be of the same distribution.
         """
         config, rollout = self.config, self.config.rollout
         if config.appo.rule != "score":
@@ -227,17 +226,18 @@ def _dual(group: Group, *, is_one_group: bool) -> Credits:
     """
     roots = [(n, t) for n, t in enumerate(group.trajectories) if not t.error and t.branch is None]
     branches = [(t.branch, reward_of(t)) for t in group.finished if t.branch is not None]
-    of_roots, of_branches = [reward_of(t) for _, t in roots], [reward for _, reward in branches]
+    root_rewards = [reward_of(root) for _, root in roots]
+    branch_rewards = [reward for _, reward in branches]
     if is_one_group:
-        advantages = normalise(of_roots + of_branches)
+        advantages = normalise(root_rewards + branch_rewards)
     else:
-        advantages = normalise(of_roots) + normalise(of_branches)
-    left = defaultdict[int, list[tuple[int, int, float]]](list)
+        advantages = normalise(root_rewards) + normalise(branch_rewards)
+    branches_of = defaultdict[int, list[tuple[int, int, float]]](list)
     for (point, _), advantage in zip(branches, advantages[len(roots) :], strict=True):
-        left[point.parent].append((point.turn, point.token, advantage))
+        branches_of[point.parent].append((point.turn, point.token, advantage))
     credits = {
         n: [
-            _of_turn(number, len(turn.call.response_ids), advantage, left[n])
+            _of_turn(number, len(turn.call.response_ids), advantage, branches_of[n])
             for number, turn in enumerate(root.turns)
         ]
         for (n, root), advantage in zip(roots, advantages, strict=False)
@@ -251,6 +251,7 @@ def _of_turn(
     """Return the advantages of a turn's tokens. `branches`: turn, token and advantage of those that
     left the rollout; the tokens before are theirs too.
     """
+    # A branch that left in a later turn shares all tokens of this one.
     shared = [(num_tokens if at > turn else token, a) for at, token, a in branches if at >= turn]
-    theirs = [[a for end, a in shared if token < end] for token in range(num_tokens)]
-    return [advantage + (fmean(each) if each else 0.0) for each in theirs]
+    by_token = [[a for end, a in shared if token < end] for token in range(num_tokens)]
+    return [advantage + (fmean(values) if values else 0.0) for values in by_token]

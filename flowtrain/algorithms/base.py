@@ -94,15 +94,15 @@ class Algorithm:
         chosen = config.algorithm
         self.options = self._options(config)
         self.own_loss = _own_loss(chosen)
-        """What `algorithm.loss` names in a file; None: a loss of flowkernels."""
-        self.config = config
-        unset = {
+        """The function that `algorithm.loss` names in a file; None: a loss of flowkernels."""
+        self.config = config  # `defaults` reads it
+        default_values = {
             key: value
             for key, value in self.defaults(chosen).items()
             if key not in chosen.model_fields_set or getattr(chosen, key) is None
         }
-        filled = chosen.model_copy(update=unset)
-        self.config = config.model_copy(update={"algorithm": filled})
+        filled_options = chosen.model_copy(update=default_values)
+        self.config = config.model_copy(update={"algorithm": filled_options})
         """The config of the run, as it is stored and as every part of the run reads it."""
         self.check()
 
@@ -112,9 +112,9 @@ class Algorithm:
 
     def with_config(self, config: Config) -> Self:
         """Return the algorithm under another config of the run, with its own options as here."""
-        made = copy.copy(self)
-        made.config = config
-        return made
+        copied = copy.copy(self)
+        copied.config = config
+        return copied
 
     @property
     def average(self) -> Average:
@@ -135,12 +135,12 @@ class Algorithm:
         """
         if self.config.algorithm.turn_credit == "to_go":
             return rewards_to_go(group, self.credit)
-        return broadcast(group, self.credit([reward_of(each) for each in group.finished]))
+        return broadcast(group, self.credit([reward_of(rollout) for rollout in group.finished]))
 
     def advantages(self, groups: Sequence[Group]) -> TrainBatch:
         """Turn this rank's scored groups of a step into samples with advantages and weights."""
-        a, rollout = self.config.algorithm, self.config.rollout
-        if a.overlong_buffer:
+        options, rollout = self.config.algorithm, self.config.rollout
+        if options.overlong_buffer:
             groups = [self._punished(group) for group in groups]
         return make_batch(
             groups,
@@ -151,7 +151,7 @@ class Algorithm:
             num_groups=rollout.num_questions,
             policy=self.config.train.policy,
             most_tokens=self.config.agent.max_turns * rollout.max_new_tokens,
-            leaves_out=self._is_overlong if a.overlong == "mask" else lambda _: False,
+            leaves_out=self._is_overlong if options.overlong == "mask" else lambda _: False,
         )
 
     @property
@@ -239,18 +239,18 @@ class Algorithm:
         """Build the token loss that `[algorithm]` describes."""
         from flowkernels import LossSpec
 
-        a = self.config.algorithm
-        assert a.clip_low is not None and a.clip_high is not None, "filled in by __init__"
+        options = self.config.algorithm
+        assert options.clip_low is not None and options.clip_high is not None, "set by __init__"
         return LossSpec(
-            "clip" if a.has_own_loss else cast("LossType", a.loss),
-            clip_low=a.clip_low,
-            clip_high=a.clip_high,
-            dual_clip=a.dual_clip,
-            kl_coef=a.kl_coef,
-            kl=a.kl,
-            entropy_coef=a.entropy_coef,
-            tis=a.tis,
-            mis=a.mis,
+            "clip" if options.has_own_loss else cast("LossType", options.loss),
+            clip_low=options.clip_low,
+            clip_high=options.clip_high,
+            dual_clip=options.dual_clip,
+            kl_coef=options.kl_coef,
+            kl=options.kl,
+            entropy_coef=options.entropy_coef,
+            tis=options.tis,
+            mis=options.mis,
         )
 
     def token_loss(self, spec: LossSpec) -> LossSpec | TokenLossFn:
@@ -271,54 +271,52 @@ class Algorithm:
             clips = {"clip_low": 0.95, "clip_high": 20.0}
         else:
             clips = {"clip_low": 0.2, "clip_high": 0.3 if chosen.mode == "released" else 0.2}
-        own = {"dual_clip": 3.0} if chosen.mode == "released" else {}
-        return clips | own | {"equal_groups": "keep"}
+        mode_values = {"dual_clip": 3.0} if chosen.mode == "released" else {}
+        return clips | mode_values | {"equal_groups": "keep"}
 
     def check(self) -> None:
         """Raise UserError for a config that the algorithm cannot work with."""
-        a, own = self.config.algorithm, type(self)
-        if all(
-            getattr(own, name) is getattr(Algorithm, name)
-            for name in ("credit", "token_credit", "advantages")
-        ):
-            raise UserError(f"algorithm.name={a.name!r} has no credit(rewards) of its own")
-        if own.advantages is not Algorithm.advantages:
+        options, algorithm_type = self.config.algorithm, type(self)
+        names = ("credit", "token_credit", "advantages")
+        if all(getattr(algorithm_type, name) is getattr(Algorithm, name) for name in names):
+            raise UserError(f"algorithm.name={options.name!r} has no credit(rewards) of its own")
+        if algorithm_type.advantages is not Algorithm.advantages:
             self._refuse_options_of_samples()
-        if a.has_own_loss and own.token_loss is not Algorithm.token_loss:
+        if options.has_own_loss and algorithm_type.token_loss is not Algorithm.token_loss:
             raise UserError(
-                f"algorithm.loss={a.loss!r} does not go with algorithm.name={a.name!r}, which has "
-                "factors of its own in the loss"
+                f"algorithm.loss={options.loss!r} does not go with algorithm.name="
+                f"{options.name!r}, which has factors of its own in the loss"
             )
-        if a.dynamic_sampling and self.config.dataflow.url:
+        if options.dynamic_sampling and self.config.dataflow.url:
             raise UserError(
-                f"algorithm.dynamic_sampling={a.dynamic_sampling} must be 0 with dataflow.url: "
-                "its rule mixed drops such groups, and nodes go on with other questions"
+                f"algorithm.dynamic_sampling={options.dynamic_sampling} must be 0 with dataflow.url"
+                ": its rule mixed drops such groups, and nodes go on with other questions"
             )
-        if a.dynamic_sampling and not self._drops_equals:
+        if options.dynamic_sampling and not self._drops_equals:
             raise UserError(
-                f"algorithm.dynamic_sampling={a.dynamic_sampling} needs algorithm.equal_groups = "
-                "'drop': others are asked in the place of such groups"
+                f"algorithm.dynamic_sampling={options.dynamic_sampling} needs "
+                "algorithm.equal_groups = 'drop': others are asked in the place of such groups"
             )
-        if a.overlong_buffer > self.config.rollout.max_new_tokens:
+        if options.overlong_buffer > self.config.rollout.max_new_tokens:
             raise UserError(
-                f"algorithm.overlong_buffer={a.overlong_buffer} must be at most "
+                f"algorithm.overlong_buffer={options.overlong_buffer} must be at most "
                 f"rollout.max_new_tokens={self.config.rollout.max_new_tokens}"
             )
         beside = self.config.trained_beside
         if beside and self.num_roots != self.config.rollout.group_size:
             raise UserError(
-                f"policies.{beside[0]}.trained=true does not go with algorithm.name={a.name!r}, "
-                "whose branches leave at calls of one policy"
+                f"policies.{beside[0]}.trained=true does not go with algorithm.name="
+                f"{options.name!r}, whose branches leave at calls of one policy"
             )
         if self.config.dataflow.url:
             self.check_nodes()
 
     def _refuse_options_of_samples(self) -> None:
-        a = self.config.algorithm
+        options = self.config.algorithm
         for key in ("overlong", "overlong_buffer", "dynamic_sampling", "turn_credit"):
-            if (value := getattr(a, key)) not in ("train", 0, None, "rollout"):
+            if (value := getattr(options, key)) not in ("train", 0, None, "rollout"):
                 raise UserError(
-                    f"algorithm.{key}={value!r} does not go with algorithm.name={a.name!r}, "
+                    f"algorithm.{key}={value!r} does not go with algorithm.name={options.name!r}, "
                     "which makes its samples in a way of its own"
                 )
 
@@ -351,7 +349,7 @@ def _own_loss(chosen: Options) -> Callable[[Tokens], Tensor] | None:
     for key in ("tis", "mis", "entropy_coef"):
         if value := getattr(chosen, key):
             raise UserError(f"algorithm.{key}={value} does not go with {origin}")
-    name, found = plugins.load_object(chosen.loss, origin)
-    if not callable(found):
-        raise UserError(f"{origin}: {name!r} is a {type(found).__name__}, not a function")
-    return found
+    name, loss = plugins.load_object(chosen.loss, origin)
+    if not callable(loss):
+        raise UserError(f"{origin}: {name!r} is a {type(loss).__name__}, not a function")
+    return loss

@@ -80,7 +80,7 @@ def branch(
         seed=derive_seed(config.run.seed, "branch", step),
         is_blank_V=blank_tokens(tokenizer, trainer.model.config.vocab_size),
     )
-    points = [stamped(each, "trainer", step - 1) for each in points]
+    points = [stamped(group_points, "trainer", step - 1) for group_points in points]
     has_old, has_ref = algorithm.has_old_logprobs, algorithm.has_ref_logprobs
     return Branches(points, known_logprobs(samples, scores, has_old=has_old, has_ref=has_ref))
 
@@ -135,8 +135,9 @@ def _versions(roots: Group, policy: PolicyName) -> set[int]:
 
 async def _score(scorer: Scorer, samples: Sequence[Sample], config: Config) -> tuple[int, Tensor]:
     """Return the scorer's version, and its log-probs of all response tokens, [T]."""
-    version, found = await scorer.score(samples, config.sampling_of(config.train.policy)[1])
-    return version, fp32([x for logprobs in found for x in logprobs], _CPU)
+    temperature = config.sampling_of(config.train.policy).temperature
+    version, logprobs = await scorer.score(samples, temperature)
+    return version, fp32([x for sample_logprobs in logprobs for x in sample_logprobs], _CPU)
 
 
 def without_rounding(logprob_T: Tensor, baseline_T: Tensor) -> Tensor:
@@ -192,11 +193,11 @@ def score_samples(
 def _score_in_order(
     trainer: Trainer, model: PreTrainedModel, samples: Sequence[Sample], token_budget: int
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of all response tokens; packing changes the order of the samples."""
+    """Return log-probs and entropies of all response tokens in the order of the samples."""
     scores = trainer.score(model, pack_rows(samples, token_budget))
 
     def joined(parts: list[Tensor]) -> Tensor:
-        return torch.cat([fp32([], trainer.device), *in_order(samples, parts)])
+        return torch.cat([fp32([], trainer.device), *in_order(samples, parts)])  # packing reorders
 
     return joined([s.logprob_T for s in scores]), joined([s.entropy_T for s in scores])
 
@@ -228,7 +229,7 @@ def known_logprobs(
 
 @functools.lru_cache(maxsize=1)  # decodes the whole vocabulary
 def blank_tokens(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> Tensor:
-    """[V] bool: ids of white space and punctuation, which are no decision, and ids without text."""
+    """Mark [V] bool ids of white space and punctuation, which are no decision, and without text."""
     texts = tokenizer.batch_decode([[index] for index in range(min(len(tokenizer), vocab_size))])
     blank = [not any(c.isalnum() for c in text) for text in texts]
     return torch.tensor(blank + [True] * (vocab_size - len(blank)), dtype=torch.bool)
@@ -253,19 +254,19 @@ def find_points(
         is_blank_V: [V] bool, token ids that are no decision (white space, punctuation).
     """
     roots, calls = _root_calls(groups, policy)
-    turns = [0, *accumulate(len(call.response_ids) for *_, call in calls)]
+    starts = [0, *accumulate(len(call.response_ids) for *_, call in calls)]
     ids = [token for *_, call in calls for token in call.response_ids]
     allowed_T = ~is_blank_V[torch.tensor(ids, dtype=torch.int64)]
     if options.keep_token:  # nothing could follow the last token of a turn
-        allowed_T[torch.tensor(turns[1:]) - 1] = False
-    per_root = [0] * len(roots)
+        allowed_T[torch.tensor(starts[1:]) - 1] = False
+    root_sizes = [0] * len(roots)
     for root, _, call in calls:
-        per_root[root] += len(call.response_ids)
-    cu_S1 = torch.tensor([0, *accumulate(per_root)], device=scores.logprob_T.device)
+        root_sizes[root] += len(call.response_ids)
+    cu_S1 = torch.tensor([0, *accumulate(root_sizes)], device=scores.logprob_T.device)
     if options.rule == "random":
-        found = _at_random(calls, seed, cu_S1.device)
+        branching = _at_random(calls, seed, cu_S1.device)
     else:
-        found = branching_score(
+        branching = branching_score(
             scores.logprob_T,
             scores.logprob_T if options.rule == "entropy" else scores.baseline_logprob_T,
             scores.entropy_T,
@@ -274,15 +275,15 @@ def find_points(
             clip=options.clip,
         )
     places = _best(
-        found, allowed_T.to(cu_S1.device), cu_S1, calls, turns, num_branches, options.spacing
+        branching, allowed_T.to(cu_S1.device), cu_S1, calls, starts, num_branches, options.spacing
     )
     points: list[list[BranchPoint]] = []
     for g in range(len(groups)):
-        chosen = sorted(place for place in places if roots[place.root][0] == g)[:num_branches]
-        chosen = [*islice(cycle(chosen), num_branches)]
+        best = sorted(place for place in places if roots[place.root][0] == g)[:num_branches]
+        best = [*islice(cycle(best), num_branches)]
         shift = int(options.keep_token)
         points.append(
-            [BranchPoint(roots[s][1], turn, at + shift, -cost) for *_, cost, s, turn, at in chosen]
+            [BranchPoint(roots[p.root][1], p.turn, p.token + shift, -p.cost) for p in best]
         )
     return points
 
@@ -301,13 +302,17 @@ class Place(NamedTuple):
     token: int
 
 
-_Calls = Sequence[tuple[int, SampleId, Call]]
-"""(root, id, call) of each turn with tokens."""
+class _RootCall(NamedTuple):
+    """The call that a turn of a root began with."""
+
+    root: int
+    sample_id: SampleId
+    call: Call
 
 
 def _root_calls(
     groups: Sequence[Group], policy: PolicyName
-) -> tuple[list[tuple[int, int]], _Calls]:
+) -> tuple[list[tuple[int, int]], Sequence[_RootCall]]:
     """Return (group, trajectory) of each root, and the calls that began turns of a policy."""
     roots = [
         (g, member)
@@ -316,7 +321,7 @@ def _root_calls(
         if not root.error
     ]
     calls = [
-        (s, SampleId(groups[g].index, member, number), call)
+        _RootCall(s, SampleId(groups[g].index, member, number), call)
         for s, (g, member) in enumerate(roots)
         for number, turn in enumerate(groups[g].trajectories[member].turns)
         if turn.policy == policy and (call := turn.call).response_ids
@@ -324,7 +329,7 @@ def _root_calls(
     return roots, calls
 
 
-def _at_random(calls: _Calls, seed: int, device: torch.device) -> BranchingScore:
+def _at_random(calls: Sequence[_RootCall], seed: int, device: torch.device) -> BranchingScore:
     """Draw in place of scores: every token is as likely as any other, and a candidate."""
     draws = [
         derive_uniform(seed, *sample_id, token)
@@ -336,29 +341,30 @@ def _at_random(calls: _Calls, seed: int, device: torch.device) -> BranchingScore
 
 
 def _best(
-    found: BranchingScore,
+    branching: BranchingScore,
     allowed_T: Tensor,
     cu_S1: Tensor,
-    calls: _Calls,
-    turns: Sequence[int],
+    calls: Sequence[_RootCall],
+    starts: Sequence[int],
     num_points: int,
     spacing: int,
 ) -> list[Place]:
     """Return the best places of every root: candidates, and other allowed tokens behind them.
 
-    `turns`: where the tokens of each call begin, and where all end.
+    `starts`: where the tokens of each call begin, and where all end.
     """
-    score_T, is_candidate_T = found.score_T, found.is_candidate_T
+    score_T, is_candidate_T = branching.score_T, branching.is_candidate_T
     if not len(score_T):
         return []
-    behind_T = score_T - (score_T.max() - score_T.min() + 1)
-    every = replace(
-        found,
-        score_T=torch.where(is_candidate_T, score_T, behind_T),
+    # Below every candidate, in their own order.
+    demoted_T = score_T - (score_T.max() - score_T.min() + 1)
+    all_tokens = replace(
+        branching,
+        score_T=torch.where(is_candidate_T, score_T, demoted_T),
         is_candidate_T=torch.ones_like(is_candidate_T),
     )
     points_SB = branch_points(
-        every, cu_S1, num_points=num_points, spacing=spacing, allowed_T=allowed_T
+        all_tokens, cu_S1, num_points=num_points, spacing=spacing, allowed_T=allowed_T
     )
     at_SB = points_SB.clamp(min=0)
     rows = zip(
@@ -366,9 +372,9 @@ def _best(
     )
     places = []
     for root, row in enumerate(rows):
-        for rank, (at, is_candidate, score) in enumerate(zip(*row, strict=True)):
-            if at >= 0:
-                turn = bisect_right(turns, at) - 1
-                number, token = calls[turn][1].turn, at - turns[turn]
-                places.append(Place(not is_candidate, rank, -score, root, number, token))
+        for rank, (index, is_candidate, score) in enumerate(zip(*row, strict=True)):
+            if index >= 0:
+                call_number = bisect_right(starts, index) - 1
+                turn, token = calls[call_number].sample_id.turn, index - starts[call_number]
+                places.append(Place(not is_candidate, rank, -score, root, turn, token))
     return places

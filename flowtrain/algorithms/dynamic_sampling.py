@@ -12,23 +12,23 @@ from flowtrain.records import Group, PolicyName, Rollouts
 from flowtrain.trainer.distributed import World
 
 
-def joined(rollouts: Rollouts, others: Rollouts, num_asked: int) -> Rollouts:
+def joined(rollouts: Rollouts, next_rollouts: Rollouts, num_asked: int) -> Rollouts:
     """Return this rank's groups of two rounds; `num_asked` questions were in the rounds before."""
-    later = [replace(group, index=group.index + num_asked) for group in others.groups]
-    return Rollouts([*rollouts.groups, *later], others.logprobs, {})
+    renumbered = [replace(group, index=group.index + num_asked) for group in next_rollouts.groups]
+    return Rollouts([*rollouts.groups, *renumbered], next_rollouts.logprobs, {})
 
 
 def mixed_first(rollouts: Rollouts, world: World, policy: PolicyName) -> tuple[Rollouts, int]:
     """Number the groups of all ranks anew: first those whose rewards differ for the policy, which
     share the mini-batches evenly so. Return how many these are, too; collective.
     """
-    own = [[group.index, _has_one_reward(group.of_policy(policy))] for group in rollouts.groups]
-    texts = world.gather_text(json.dumps(own))
-    everyone = sorted((is_equal, index) for text in texts for index, is_equal in json.loads(text))
-    number = {index: place for place, (_, index) in enumerate(everyone)}
-    groups = [replace(group, index=number[group.index]) for group in rollouts.groups]
-    num_mixed = sum(not is_equal for is_equal, _ in everyone)
-    metrics = {"num_questions_sampled": float(len(everyone))}
+    flags = [[group.index, _has_one_reward(group.of_policy(policy))] for group in rollouts.groups]
+    texts = world.gather_text(json.dumps(flags))
+    ordered = sorted((is_equal, index) for text in texts for index, is_equal in json.loads(text))
+    new_index = {index: place for place, (_, index) in enumerate(ordered)}
+    groups = [replace(group, index=new_index[group.index]) for group in rollouts.groups]
+    num_mixed = sum(not is_equal for is_equal, _ in ordered)
+    metrics = {"num_questions_sampled": float(len(ordered))}
     return Rollouts(groups, rollouts.logprobs, metrics), num_mixed
 
 

@@ -30,14 +30,13 @@ class FlowGrpo(Algorithm):
 
     def check(self) -> None:
         super().check()
-        if self.config.rollout.group_size == 1 and self.config.algorithm.mode == "paper":
+        options = self.config.algorithm
+        if self.config.rollout.group_size == 1 and options.mode == "paper":
             raise UserError(
                 "rollout.group_size=1 compares a rollout with itself, so that every advantage is "
                 "0; it must be at least 2"
             )
-        if self.config.algorithm.mode == "released" and (
-            self.config.algorithm.turn_credit == "to_go"
-        ):
+        if options.mode == "released" and options.turn_credit == "to_go":
             raise UserError(
                 "algorithm.turn_credit='to_go' does not go with algorithm.mode='released', whose "
                 "statistics are over turns of one reward"
@@ -62,11 +61,7 @@ _AVERAGES: dict[Mode, Average] = {"paper": "rollout", "released": "token"}
 def _over_turns(group: Group, policy: PolicyName) -> list[float]:
     """Compute (R - mean) / (std + 1e-6) of each trajectory, statistics over turn samples."""
     rewards = [reward_of(trajectory) for trajectory in group.finished]
-    per_turn = [
-        reward
-        for trajectory, reward in zip(group.finished, rewards, strict=True)
-        for _ in trained_calls(trajectory, policy)
-    ]
+    turn_rewards = [reward_of(t) for t in group.finished for _ in trained_calls(t, policy)]
     # A single sample has no spread: the released code then keeps the reward itself.
-    mean, std = (fmean(per_turn), stdev(per_turn)) if len(per_turn) > 1 else (0.0, 1.0)
+    mean, std = (fmean(turn_rewards), stdev(turn_rewards)) if len(turn_rewards) > 1 else (0.0, 1.0)
     return [(reward - mean) / (std + EPS) for reward in rewards]

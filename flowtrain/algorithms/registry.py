@@ -35,10 +35,10 @@ def load_algorithm(config: Config) -> Algorithm:
     """
     name = config.algorithm.name
     origin = f"algorithm.name={name!r}"
-    found = plugins.load(name, origin, "algorithm", GROUP, BUILT_IN)
-    if not (isinstance(found, type) and issubclass(found, Algorithm)):
+    algorithm_type = plugins.load(name, origin, "algorithm", GROUP, BUILT_IN)
+    if not (isinstance(algorithm_type, type) and issubclass(algorithm_type, Algorithm)):
         raise UserError(f"{origin} is no subclass of flowtrain.algorithms.Algorithm")
-    if found.__module__.startswith("flowtrain.algorithms."):
-        return found(config)
+    if algorithm_type.__module__.startswith("flowtrain.algorithms."):
+        return algorithm_type(config)
     with foreign(f"{origin} cannot be made"):
-        return found(config)
+        return algorithm_type(config)

@@ -21,11 +21,11 @@ class _Relative(Algorithm):
 
     def check(self) -> None:
         super().check()
-        a = self.config.algorithm
-        if a.mode == "released":
+        options = self.config.algorithm
+        if options.mode == "released":
             raise UserError(
-                f"algorithm.mode='released' is AgentFlow's code, and algorithm.name={a.name!r} has "
-                "averages of its own"
+                "algorithm.mode='released' is AgentFlow's code, and algorithm.name="
+                f"{options.name!r} has averages of its own"
             )
 
     def defaults(self, chosen: Options) -> Values:
@@ -52,18 +52,18 @@ class Dapo(_Relative):
     credit = FlowGrpo.credit
 
     def defaults(self, chosen: Options) -> Values:
-        own = {"clip_high": 0.28, "equal_groups": "drop"}
+        values = {"clip_high": 0.28, "equal_groups": "drop"}
         if not self.config.dataflow.url:  # which has a rule for it
-            own["dynamic_sampling"] = 9
-        return super().defaults(chosen) | own
+            values["dynamic_sampling"] = 9
+        return super().defaults(chosen) | values
 
 
 class Rloo(_Relative):
     """RLOO (arXiv 2402.14740, eq. 8): A_i = R_i - the mean of the other rewards of the group."""
 
     def credit(self, rewards: Sequence[float]) -> list[float]:
-        others = max(len(rewards) - 1, 1)
-        return [reward - (sum(rewards) - reward) / others for reward in rewards]
+        num_others = max(len(rewards) - 1, 1)
+        return [reward - (sum(rewards) - reward) / num_others for reward in rewards]
 
 
 class ReinforcePlusPlus(_Relative):

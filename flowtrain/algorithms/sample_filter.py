@@ -29,13 +29,13 @@ def filter_samples(
     model.
     """
     counts, tokens = Counter(batch.num_filtered), Counter(batch.num_filtered_tokens)
-    kept, problems = [], dict[FilterReason, str]()
+    trainable, problems = [], dict[FilterReason, str]()
     for sample in batch.samples:
-        found = _problem(sample, max_positions, vocab_size, routers)
-        if found is None:
-            kept.append(sample)
+        reason_and_problem = _problem(sample, max_positions, vocab_size, routers)
+        if reason_and_problem is None:
+            trainable.append(sample)
         else:
-            reason, problem = found
+            reason, problem = reason_and_problem
             counts[reason] += 1
             tokens[reason] += len(sample.response_ids)
             problems.setdefault(reason, problem)
@@ -45,7 +45,7 @@ def filter_samples(
             _log.warning("samples left out: %d, the first because %s", num, problem)
     return replace(
         batch,
-        samples=tuple(kept),
+        samples=tuple(trainable),
         num_filtered={reason: counts[reason] for reason in FilterReason},
         num_filtered_tokens={reason: tokens[reason] for reason in FilterReason},
     )

@@ -7,7 +7,7 @@ once.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -38,6 +38,13 @@ from flowtrain.config.tasks import Tasks
 from flowtrain.config.train import Rft, Train
 from flowtrain.config.validate import validate
 from flowtrain.records import PolicyName
+
+
+class PolicySampling(NamedTuple):
+    """The options by which a policy samples a response."""
+
+    max_new_tokens: int
+    temperature: float
 
 
 class Config(Section):
@@ -85,8 +92,8 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _roles_of_its_agent(cls, options: Any) -> Any:
-        """The modules of AgentFlow are models: without another one, the policy as it is. Of another
-        agent's policies the first is trained, if nothing else is said.
+        """Fill in what the agent decides: AgentFlow's modules are models, the policy as it is by
+        default; of another agent's policies the first is trained, if nothing else is said.
         """
         agent, roles = options.get("agent", {}), options.get("roles", {})
         if not (isinstance(agent, dict) and isinstance(roles, dict)):
@@ -129,11 +136,11 @@ class Config(Section):
     def beside(self, policy: PolicyName) -> Config:
         """Return the config by which another policy of the run is trained; it measures nothing."""
         frozen = {
-            name: each.model_copy(update={"trained": False}) for name, each in self.policies.items()
+            name: spec.model_copy(update={"trained": False}) for name, spec in self.policies.items()
         }
-        first = frozen.get(self.train.policy, Policy())
-        frozen[self.train.policy] = first.model_copy(update={"path": self.model.path})
-        changed: dict[str, Any] = {
+        trained_options = frozen.get(self.train.policy, Policy())
+        frozen[self.train.policy] = trained_options.model_copy(update={"path": self.model.path})
+        updates: dict[str, Any] = {
             "policies": frozen,
             "model": self.model.model_copy(update={"path": self.policies[policy].path}),
             "train": self.train.model_copy(update={"policy": policy}),
@@ -142,19 +149,19 @@ class Config(Section):
             # One more, or a kill between the two could leave no step that both have.
             "checkpoint": self.checkpoint.model_copy(update={"keep": self.checkpoint.keep + 1}),
         }
-        return self.model_copy(update=changed)
+        return self.model_copy(update=updates)
 
     @property
     def samples_here(self) -> bool:
         """A run needs engines; with dataflow.url nodes have them."""
         return not self.dataflow.url
 
-    def sampling_of(self, policy: PolicyName) -> tuple[int, float]:
-        """A policy's tokens per response and its temperature."""
-        own = self.policies.get(policy, Policy())
-        return (
-            own.max_new_tokens or self.rollout.max_new_tokens,
-            own.temperature or self.rollout.temperature,
+    def sampling_of(self, policy: PolicyName) -> PolicySampling:
+        """Return a policy's tokens per response and its temperature."""
+        options = self.policies.get(policy, Policy())
+        return PolicySampling(
+            options.max_new_tokens or self.rollout.max_new_tokens,
+            options.temperature or self.rollout.temperature,
         )
 
     def word_for(self, policy: PolicyName) -> str:
@@ -163,7 +170,7 @@ class Config(Section):
         return policy if is_named else "policy"
 
     def path_of(self, policy: PolicyName) -> tuple[str, str]:
-        """The key that says where a policy's model is, and its value."""
+        """Return the key that says where a policy's model is, and its value."""
         if policy == self.train.policy:
             return "model.path", self.model.path
         return f"policies.{policy}.path", self.policies.get(policy, Policy()).path

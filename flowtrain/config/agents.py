@@ -119,9 +119,9 @@ class Agent(Section):
         if self.name != "single":
             return self
         for key, value in (("tools", ()), ("max_turns", 1), ("eval_max_turns", 1)):
-            if (given := getattr(self, key)) != value:
+            if (actual := getattr(self, key)) != value:
                 raise ValueError(
-                    f"agent.{key}={given!r} does not go with agent.name='single': it takes one "
+                    f"agent.{key}={actual!r} does not go with agent.name='single': it takes one "
                     "turn, without tools"
                 )
         return self
@@ -203,9 +203,9 @@ class Roles(Section):
 
     @model_validator(mode="after")
     def _own_policies(self) -> Roles:
-        if others := [role for role, name in self if role not in OWN_ROLES and name == OWN]:
+        if misused := [role for role, name in self if role not in OWN_ROLES and name == OWN]:
             raise ValueError(
-                f"roles.{others[0]}={OWN!r}: of the roles only {' and '.join(OWN_ROLES)} can be "
+                f"roles.{misused[0]}={OWN!r}: of the roles only {' and '.join(OWN_ROLES)} can be "
                 "policies of their own"
             )
         return self

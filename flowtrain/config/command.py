@@ -116,21 +116,21 @@ class Interrupt:
         self.requested = False
         self._is_deferred = False
         self._requested_at = 0.0
-        self._before: dict[int, Any] = {}
+        self._old_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
             numbers.append(signal.SIGHUP)
-        self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        self._old_handlers = {number: signal.signal(number, self._on_signal) for number in numbers}
         return self
 
     def defer(self) -> None:
-        """From now on there is something to finish and to save."""
+        """Turn signals into requests from now on: there is something to finish and to save."""
         self._is_deferred = True
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:

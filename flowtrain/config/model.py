@@ -11,7 +11,7 @@ from flowtrain.config.section import Section
 from flowtrain.config.shipped import PLANNER
 
 
-def _found(path: str) -> str:
+def _resolved(path: str) -> str:
     if path in ("tiny", "quickstart") and Path(path).is_dir():
         raise ValueError(
             f"{path!r} means a model of flowtrain's own, and there is a folder of that name "
@@ -25,7 +25,7 @@ def _portable(path: str) -> str:
     return "quickstart" if path == str(PLANNER) else path
 
 
-ModelPath = Annotated[str, AfterValidator(_found), PlainSerializer(_portable)]
+ModelPath = Annotated[str, AfterValidator(_resolved), PlainSerializer(_portable)]
 """A folder, a hub name, or a word for a model of flowtrain's own."""
 
 

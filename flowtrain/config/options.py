@@ -129,15 +129,15 @@ def help_text(module: str, topic: str = "") -> str:
         f"python -m {module} [--config FILE|NAME] [--section.key VALUE ...] [--{_SHOW_CONFIG} true]"
     ]
     for section, field in Config.model_fields.items():
-        shown = [
+        options = [
             option
             for option in _options().values()
             if option.section == section
             and (topic in ("all", section) or (not topic and option.name in FIRST))
         ]
-        if shown or topic == section:
+        if options or topic == section:
             lines += ["", *filter(None, [field.description])]
-        for option in shown:
+        for option in options:
             lines.append(f"  --{option.name} {option.kind} = {option.default}")
             lines += textwrap.wrap(
                 option.meaning, 100, initial_indent=" " * 8, subsequent_indent=" " * 8
@@ -157,7 +157,7 @@ def all_options() -> tuple[Option, ...]:
 def _split(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
     """Return the file of --config, and the overrides of both forms: --a.b value and --a.b=value."""
     words = iter(argv)
-    found: dict[str, str] = {}
+    overrides: dict[str, str] = {}
     for word in words:
         if not word.startswith("--"):
             raise UserError(
@@ -167,38 +167,39 @@ def _split(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
         value = text if separator else next(words, None)
         if value is None:
             raise UserError(f"--{_shown(key)} needs a value")
-        found[_SHORT.get(key, key)] = value
-    return found.pop("config", ""), found
+        overrides[_SHORT.get(key, key)] = value
+    return overrides.pop("config", ""), overrides
 
 
-def _read(path: str, origin: str, before: tuple[str, ...] = ()) -> _Values:
-    """Read a file over the one that it includes. `before`: the files that include this one."""
+def _read(path: str, origin: str, including: tuple[str, ...] = ()) -> _Values:
+    """Read a file over the one that it includes. `including`: the files that include this one."""
     with user_error(origin, OSError), user_error(f"{origin}: not TOML", ValueError):
         text = Path(path).read_text(encoding="utf-8")
     values = _toml(text, origin)
     included = values.pop(_INCLUDE, None)
-    own = _checked(values, origin)
+    file_values = _checked(values, origin)
     if included is None:
-        return own
-    said = f"{origin}: {_INCLUDE}={_shown(repr(included))}"
+        return file_values
+    where = f"{origin}: {_INCLUDE}={_shown(repr(included))}"
     if not isinstance(included, str) or not included or "\0" in included:
-        raise UserError(f"{said} must be the path of a file, seen from this one")
-    chain = (*before, os.path.realpath(path))
+        raise UserError(f"{where} must be the path of a file, seen from this one")
+    # By real paths, because a link may close the circle.
+    open_files = (*including, os.path.realpath(path))
     base_path = str(Path(path).parent / included)
-    if os.path.realpath(base_path) in chain:
-        raise UserError(f"{said}: the files include each other in a circle")
-    base = _read(base_path, f"{origin}, {_INCLUDE} {_shown(included)}", chain)
-    return _Values(_over(base.tables, own.tables), base.origins | own.origins)
+    if os.path.realpath(base_path) in open_files:
+        raise UserError(f"{where}: the files include each other in a circle")
+    base = _read(base_path, f"{origin}, {_INCLUDE} {_shown(included)}", open_files)
+    return _Values(_over(base.tables, file_values.tables), base.origins | file_values.origins)
 
 
-def _over(base: dict[str, dict[str, Any]], own: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Put the keys of `own` over those of `base`; an option whose value is a table is one key."""
+def _over(base: dict[str, dict[str, Any]], upper: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Put the keys of `upper` over those of `base`; an option whose value is a table is one key."""
     merged = dict(base)
-    for section, table in own.items():
-        below = merged.get(section, {})
+    for section, table in upper.items():
+        base_table = merged.get(section, {})
         if section in NAMED:
-            table = {name: below.get(name, {}) | named for name, named in table.items()}
-        merged[section] = below | table
+            table = {name: base_table.get(name, {}) | options for name, options in table.items()}
+        merged[section] = base_table | table
     return merged
 
 
@@ -218,7 +219,7 @@ def _checked(values: dict[str, Any], origin: str) -> _Values:
             _path(section, origin)
         tables = {section: table}
         if section in NAMED:
-            tables = {f"{section}.{name}": named for name, named in table.items()}
+            tables = {f"{section}.{name}": entries for name, entries in table.items()}
         for heading, options in tables.items():
             if not isinstance(options, dict):
                 name = _shown(heading)
@@ -236,6 +237,7 @@ def _merged(values: _Values, overrides: Mapping[str, str]) -> Config:
         for part in tables:
             table = table.setdefault(part, {})
         table[name] = _value(key, text)
+        # An error about the key is the command line's from now on, not the file's.
         origins.pop(".".join(path), None)
     try:
         return Config.model_validate(values.tables)
@@ -263,8 +265,8 @@ def _path(key: str, origin: str = "") -> tuple[str, ...]:
 
 def _general(key: str) -> str:
     """Put NAME in place of the name of a table: engines.judge.model is engines.NAME.model."""
-    section, _, rest = key.partition(".")
-    return f"{section}.NAME.{rest.partition('.')[2]}" if section in NAMED else key
+    section, _, tail = key.partition(".")
+    return f"{section}.NAME.{tail.partition('.')[2]}" if section in NAMED else key
 
 
 def _value(key: str, text: str) -> Any:
@@ -300,15 +302,15 @@ def explain(error: ValidationError, origins: Mapping[str, str]) -> str:
 
 
 def _shown(text: str) -> str:
-    """Any text, for a line that a person reads."""
+    """Shorten and escape any text for a line that a person reads."""
     start = printable(text[:_SHOWN_CHARS], keep="")
     return start if len(text) <= _SHOWN_CHARS else f"{start}... ({len(text):,} characters)"
 
 
 @cache
 def _options() -> dict[str, Option]:
-    """Every option by name, in the order of `Config`."""
-    found = {}
+    """Collect every option by name, in the order of `Config`."""
+    options = {}
     defaults = Config().model_dump()
     for section, field in Config.model_fields.items():
         kind: Any = field.annotation
@@ -318,16 +320,16 @@ def _options() -> dict[str, Option]:
             if not hasattr(kind, "model_fields"):
                 continue  # a plugin's options are its own
             defaults[section] = kind().model_dump()
-        for key, leaf in kind.model_fields.items():
+        for key, option_field in kind.model_fields.items():
             default = defaults[section][key]
-            found[f"{prefix}.{key}"] = Option(
+            options[f"{prefix}.{key}"] = Option(
                 section=section,
                 name=f"{prefix}.{key}",
-                kind=_kind(leaf.annotation),
+                kind=_kind(option_field.annotation),
                 default="unset" if default is None else json.dumps(default),
-                meaning=" ".join((leaf.description or "").split()),
+                meaning=" ".join((option_field.description or "").split()),
             )
-    return found
+    return options
 
 
 def _kind(annotation: Any) -> str:
@@ -336,7 +338,7 @@ def _kind(annotation: Any) -> str:
     if origin is Literal:
         return "|".join(map(str, typing.get_args(annotation)))
     if origin in (UnionType, typing.Union):
-        return "|".join(_kind(each) for each in typing.get_args(annotation) if each is not NoneType)
+        return "|".join(_kind(part) for part in typing.get_args(annotation) if part is not NoneType)
     if origin is typing.Annotated:
         return _kind(typing.get_args(annotation)[0])
     return {tuple: "LIST", dict: "TABLE"}.get(origin) or annotation.__name__.upper()

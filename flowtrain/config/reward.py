@@ -37,8 +37,8 @@ class Reward(Section):
         """
         if reward is None or not math.isfinite(reward):
             return None
-        within = min(max(reward, self.low), self.high)
-        return within if abs(within - reward) <= _ROUNDING * (self.high - self.low) else None
+        clipped = min(max(reward, self.low), self.high)
+        return clipped if abs(clipped - reward) <= _ROUNDING * (self.high - self.low) else None
 
     def share(self, reward: float) -> float:
         """Return where the reward lies between `low`, which is 0, and `high`, which is 1."""

@@ -33,8 +33,8 @@ class Section(BaseModel):
             if isinstance(leaf, str):
                 if len(leaf) > _MAX_CHARS:
                     raise ValueError(f"a text may have {_MAX_CHARS} characters, not {len(leaf)}")
-                if found := _CONTROL.search(leaf):
-                    raise ValueError(f"the character {found[0]!r} has no place in an option")
+                if control_char := _CONTROL.search(leaf):
+                    raise ValueError(f"the character {control_char[0]!r} has no place in an option")
             elif isinstance(leaf, int) and abs(leaf) > _MAX_INT:
                 raise ValueError(f"a number may be {_MAX_INT} at most")
         return value
@@ -42,11 +42,11 @@ class Section(BaseModel):
 
 def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, item in value.items():
             yield key
-            yield from _leaves(each)
+            yield from _leaves(item)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _leaves(each)
+        for item in value:
+            yield from _leaves(item)
     else:
         yield value

@@ -22,7 +22,7 @@ def shipped_configs() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
-def config_path(given: str) -> str:
+def config_path(name_or_path: str) -> str:
     """Return the file of a `--config`: a path, or the name of a config that comes with flowtrain.
 
     A file of that name in the working folder goes first.
@@ -31,10 +31,10 @@ def config_path(given: str) -> str:
         UserError: there is neither.
     """
     shipped = shipped_configs()
-    if given in shipped and not Path(given).is_file():
-        return str(shipped[given])
-    if Path(given).exists():
-        return given
-    close = difflib.get_close_matches(Path(given).stem, shipped, n=1)
-    hint = f"did you mean {close[0]}?" if close else "--help has the names of those of flowtrain"
-    raise UserError(f"--config {printable(given, keep='')}: no such file; {hint}")
+    if name_or_path in shipped and not Path(name_or_path).is_file():
+        return str(shipped[name_or_path])
+    if Path(name_or_path).exists():
+        return name_or_path
+    names = difflib.get_close_matches(Path(name_or_path).stem, shipped, n=1)
+    hint = f"did you mean {names[0]}?" if names else "--help has the names of those of flowtrain"
+    raise UserError(f"--config {printable(name_or_path, keep='')}: no such file; {hint}")

@@ -163,7 +163,7 @@ def _check_task_files(config: Config) -> None:
 
 
 def _check_benchmarks(config: Config) -> None:
-    """The names are checked where the files are read."""
+    """Check options of benchmarks, whose names are checked where their files are read."""
     options = config.eval
     if not options.benchmarks:
         default = dict(Eval())
@@ -171,16 +171,18 @@ def _check_benchmarks(config: Config) -> None:
             if getattr(options, key) != default[key]:
                 raise ValueError(f"eval.{key}={getattr(options, key)} goes with eval.benchmarks")
         return
-    named = f"eval.benchmarks={list(options.benchmarks)}"
+    option = f"eval.benchmarks={list(options.benchmarks)}"
     if not options.every and not options.at_ends:
-        raise ValueError(f"{named} is never asked with eval.every=0 and eval.at_ends=false")
+        raise ValueError(f"{option} is never asked with eval.every=0 and eval.at_ends=false")
     if config.tasks.verifiers:
-        raise ValueError(f"{named} does not go with tasks.name='verifiers', whose environment asks")
-    in_folder = [name for name in options.benchmarks if "=" not in name]
-    if in_folder and not config.tasks.benchmarks:
         raise ValueError(
-            f"{named} needs tasks.benchmarks, the folder with {in_folder[0]}.json, or "
-            f"'{in_folder[0]}=FILE'"
+            f"{option} does not go with tasks.name='verifiers', whose environment asks"
+        )
+    folder_names = [name for name in options.benchmarks if "=" not in name]
+    if folder_names and not config.tasks.benchmarks:
+        raise ValueError(
+            f"{option} needs tasks.benchmarks, the folder with {folder_names[0]}.json, or "
+            f"'{folder_names[0]}=FILE'"
         )
 
 
@@ -209,15 +211,15 @@ def _check_policies(config: Config) -> None:
         if policy not in config.policy_names:
             known = ", ".join(config.policies)
             raise ValueError(f"train.policy={policy!r} is not among [policies]: {known}")
-        if own := [role for role, engine in config.roles if engine == OWN]:
+        if own_roles := [role for role, engine in config.roles if engine == OWN]:
             raise ValueError(
-                f"roles.{own[0]}={OWN!r} is AgentFlow's; agent.name={config.agent.name!r} has the "
-                "policies of [policies]"
+                f"roles.{own_roles[0]}={OWN!r} is AgentFlow's; agent.name={config.agent.name!r} "
+                "has the policies of [policies]"
             )
         return
-    if others := [name for name in (policy, *config.policies) if name not in modules]:
+    if unknown := [name for name in (policy, *config.policies) if name not in modules]:
         raise ValueError(
-            f"{others[0]!r} is no policy of agent.name='agentflow', whose modules are "
+            f"{unknown[0]!r} is no policy of agent.name='agentflow', whose modules are "
             f"{', '.join(modules)}"
         )
     if policy not in config.policy_names:
@@ -228,7 +230,7 @@ def _check_policies(config: Config) -> None:
 
 
 def _check_trained(config: Config) -> None:
-    for name in (name for name, own in config.policies.items() if own.trained):
+    for name in (name for name, options in config.policies.items() if options.trained):
         if config.dataflow.url:
             raise ValueError(
                 f"policies.{name}.trained=true does not go with dataflow.url="
@@ -316,10 +318,10 @@ def _check_rft(config: Config) -> None:
 
 def _check_plugins(config: Config) -> None:
     agent, dataflow = config.agent, config.dataflow
-    named = (*agent.tools, agent.environment, config.algorithm.name, *config.log.loggers)
-    named += (dataflow.prompt_filter, dataflow.group_filter)
-    named += (dataflow.selector, dataflow.replay_selector)
-    names = {name.rpartition(":")[2] for name in named if name}
+    named_options = (*agent.tools, agent.environment, config.algorithm.name, *config.log.loggers)
+    named_options += (dataflow.prompt_filter, dataflow.group_filter)
+    named_options += (dataflow.selector, dataflow.replay_selector)
+    names = {name.rpartition(":")[2] for name in named_options if name}
     if unknown := sorted(config.plugins.keys() - names):
         raise ValueError(
             f"plugins.{unknown[0]}: nothing that the config names is called so; it names "

@@ -36,7 +36,7 @@ def main() -> int:
     """Run the command and return its exit code: 0, 2 for a user's mistake, 130 when interrupted."""
     protect_output()
     parser = _parser()
-    arguments, rest = parser.parse_known_args()
+    arguments, config_words = parser.parse_known_args()
 
     def body(config: Config) -> int:
         end_on_signals()  # what has ended is written down already
@@ -47,10 +47,11 @@ def main() -> int:
             print(f"\nstopped; go on with: python -m flowtrain.evaluation {words}", file=sys.stderr)
             return INTERRUPTED
 
+    file_words = ["--config", arguments.config] if arguments.config else []
     return run_command(
         "flowtrain.evaluation",
         body,
-        [*(["--config", arguments.config] if arguments.config else []), *_words(arguments), *rest],
+        [*file_words, *_words(arguments), *config_words],
     )
 
 

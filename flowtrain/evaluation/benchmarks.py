@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 from flowtrain.config import OWN, Config
 from flowtrain.config.options import to_toml
 from flowtrain.evaluation.rollout_log import Question, RolloutLog, ask
-from flowtrain.evaluation.summary import PAPER, Key, as_json, short_metrics, summarise, table
+from flowtrain.evaluation.summary import (
+    PAPER,
+    Key,
+    PlannerBudget,
+    as_json,
+    short_metrics,
+    summarise,
+    table,
+)
 from flowtrain.inference.chat_engines import POLICY
 from flowtrain.logging import (
     ProgressLine,
@@ -63,9 +71,9 @@ class Request:
     """Compare with AgentFlow's paper."""
 
     @property
-    def systems(self) -> list[tuple[str, int]]:
+    def systems(self) -> list[PlannerBudget]:
         """The planners with their budgets of turns, in order."""
-        return [(planner, limit) for planner in self.planners for limit in self.max_turns]
+        return [PlannerBudget(name, limit) for name in self.planners for limit in self.max_turns]
 
 
 def load_benchmarks(config: Config) -> dict[str, tuple[Task, ...]]:
@@ -74,13 +82,13 @@ def load_benchmarks(config: Config) -> dict[str, tuple[Task, ...]]:
     Raises UserError for what is unknown or missing, and for a scorer that does not exist or cannot
     use a task's answers.
     """
-    found = {}
+    tasks_by_name = {}
     for benchmark in parse_benchmarks(config.eval.benchmarks):
         tasks = benchmark.load(config.tasks.benchmarks)
-        found[benchmark.name] = tuple(tasks[: config.eval.rows or benchmark.num_rows])
-        for task in found[benchmark.name]:
+        tasks_by_name[benchmark.name] = tuple(tasks[: config.eval.rows or benchmark.num_rows])
+        for task in tasks_by_name[benchmark.name]:
             check(task)
-    return found
+    return tasks_by_name
 
 
 class EvaluationLog(RolloutLog[Key]):
@@ -102,9 +110,9 @@ class EvaluationLog(RolloutLog[Key]):
 
     def fields(self, question: Question[Key], trajectory: Trajectory) -> dict[str, Any]:
         record = trajectory_record(trajectory, question.index)
-        for turn, written in zip(trajectory.turns, record["turns"], strict=True):
+        for turn, turn_record in zip(trajectory.turns, record["turns"], strict=True):
             if text := turn.call.prompt_text:  # of a frozen planner, which has no ids
-                written["prompt_text"] = text
+                turn_record["prompt_text"] = text
         head = {"step": question.key.trial, "version": 0, **question.key._asdict()}
         metrics = {} if trajectory.error else short_metrics(trajectory)
         counts = count_rollouts([trajectory], self._tool_names)
@@ -117,12 +125,12 @@ def questions(
     """List all questions of the first trial, with each budget of turns, then of the second, so
     that an interrupted run has whole trials.
     """
-    every = [(name, task) for name, tasks in benchmarks.items() for task in tasks]
+    all_tasks = [(name, task) for name, tasks in benchmarks.items() for task in tasks]
     keys = [
         (index, task, Key(planner, limit, name, task.id.removeprefix(f"{name}-"), trial))
         for trial in range(1, trials + 1)
         for limit in system.agents
-        for index, (name, task) in enumerate(every)
+        for index, (name, task) in enumerate(all_tasks)
     ]
     # From names alone: a rollout is the same whatever else is asked, before or beside it. All
     # planners and budgets of turns share a question's seed, so that chance tells them apart less.
@@ -144,18 +152,18 @@ def evaluate_benchmarks(config: Config, request: Request) -> int:
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("an evaluation is one process: start it without torchrun")
-    tasks, trials = load_benchmarks(config), config.eval.trials
-    if request.paper and not set(tasks) & set(AGENTFLOW):
+    tasks_by_name, trials = load_benchmarks(config), config.eval.trials
+    if request.paper and not set(tasks_by_name) & set(AGENTFLOW):
         raise UserError(
-            f"--paper: AgentFlow's paper has none of {', '.join(tasks)}; it has "
+            f"--paper: AgentFlow's paper has none of {', '.join(tasks_by_name)}; it has "
             f"{', '.join(AGENTFLOW)}"
         )
     for planner in request.planners:  # none is asked before all are known to be there
         _check_planner(config, planner)
-    pins = _pins(config, request, tasks)
-    total = sum(map(len, tasks.values())) * trials * len(request.systems)
+    pins = _pins(config, request, tasks_by_name)
+    total = sum(map(len, tasks_by_name.values())) * trials * len(request.systems)
     with RunDir.lock(request.out, "--out"):
-        _check_begun(config, request, pins)
+        _check_folder(config, request, pins)
         with waiting("loading torch and what answers questions"):
             from flowtrain.evaluation.system import open_system
         scratch = request.out.with_name(f".{request.out.name}.weights")
@@ -163,15 +171,15 @@ def evaluate_benchmarks(config: Config, request: Request) -> int:
             with open_system(config, request.max_turns, planner, scratch) as system:
                 _begin(config, request.out, pins, system)
                 log = EvaluationLog(request.out, config.agent.tools)
-                every = questions(planner, system, tasks, trials, config.run.seed)
+                all_questions = questions(planner, system, tasks_by_name, trials, config.run.seed)
                 ask(
-                    [question for question in every if not log.is_done(question.key)],
+                    [question for question in all_questions if not log.is_done(question.key)],
                     log,
                     max_in_flight=config.rollout.max_in_flight,
                     progress=ProgressLine(total, log.num_done, enabled=True, unit="rollout"),
                     scoring=(system.judge, None, None),
                 )
-        _report(request, list(tasks), log, config.agent.tools)
+        _report(request, list(tasks_by_name), log, config.agent.tools)
     return 0
 
 
@@ -199,29 +207,29 @@ def _check_planner(config: Config, planner: str) -> None:
 
 def _pins(config: Config, request: Request, tasks: Mapping[str, Sequence[Task]]) -> dict[str, Any]:
     """Collect the pins that are known before anything is loaded."""
-    files = {}
+    pins = {}
     for benchmark in parse_benchmarks(config.eval.benchmarks):
         with benchmark.file(config.tasks.benchmarks).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        own = {"scorer": benchmark.scorer} if benchmark.scorer else {}
-        files[benchmark.name] = {"sha256": digest, "rows": len(tasks[benchmark.name]), **own}
+        scorer = {"scorer": benchmark.scorer} if benchmark.scorer else {}
+        pins[benchmark.name] = {"sha256": digest, "rows": len(tasks[benchmark.name]), **scorer}
     return {
         "seed": config.run.seed,
         "trials": config.eval.trials,
         "temperature": config.eval.temperature,
         "planners": list(request.planners),
         "max_turns": list(request.max_turns),
-        "benchmarks": files,
+        "benchmarks": pins,
         "config": pinned(config, _DECIDING, _NOT_DECIDING),
     }
 
 
-def _check_begun(config: Config, request: Request, pins: Mapping[str, Any]) -> None:
-    """Raise UserError when the folder holds something else, or an evaluation that may not be gone
-    on with; before a model is loaded in vain.
+def _check_folder(config: Config, request: Request, pins: Mapping[str, Any]) -> None:
+    """Raise UserError when the folder holds something else, or an evaluation that cannot be
+    resumed; before a model is loaded in vain.
     """
-    path = request.out / "manifest.json"
-    if not path.exists():
+    manifest_path = request.out / "manifest.json"
+    if not manifest_path.exists():
         if is_used(request.out, to_toml(config)):
             raise UserError(
                 f"--out {request.out} is not empty and holds no evaluation; choose another folder"
@@ -232,28 +240,28 @@ def _check_begun(config: Config, request: Request, pins: Mapping[str, Any]) -> N
             f"--out {request.out} holds an evaluation: go on with it by --resume, or choose "
             "another folder"
         )
-    begun: dict[str, Any] = json.loads(path.read_text()).get("evaluation") or {}
-    if not begun:
+    recorded_pins: dict[str, Any] = json.loads(manifest_path.read_text()).get("evaluation") or {}
+    if not recorded_pins:
         raise UserError(
             f"--out {request.out} is the folder of another run, not of an evaluation; choose "
             "another"
         )
-    check_same(request.out, {key: begun[key] for key in pins if key in begun}, pins)
+    check_same(request.out, {key: recorded_pins[key] for key in pins if key in recorded_pins}, pins)
 
 
 def _begin(config: Config, out: Path, pins: Mapping[str, Any], system: System) -> None:
     """Make the folder, from whose files the evaluation can be repeated, and write the policy's
     weights down, or check that they are what they were.
     """
-    path = out / "manifest.json"
-    if not path.exists():
+    manifest_path = out / "manifest.json"
+    if not manifest_path.exists():
         facts = manifest(config.run.seed, sys.argv, world_size=1)
         RunDir.create(out, to_toml(config), {**facts, "evaluation": dict(pins)})
     if system.weights:
-        written = json.loads(path.read_text())
-        begun = written["evaluation"].setdefault("weights", system.weights)
-        check_same(out, {"weights": begun}, {"weights": system.weights})
-        write_summary(path, written)
+        recorded = json.loads(manifest_path.read_text())
+        recorded_weights = recorded["evaluation"].setdefault("weights", system.weights)
+        check_same(out, {"weights": recorded_weights}, {"weights": system.weights})
+        write_summary(manifest_path, recorded)
         atomic_write_text(out / "tokenizer.json", system.tokenizer_json)
 
 

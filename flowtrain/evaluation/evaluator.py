@@ -24,7 +24,7 @@ from flowtrain.utils.seeds import derive_seed
 from flowtrain.utils.waiting import waiting
 
 _log = logging.getLogger(__name__)
-_MOST_CUT = 0.1
+_MAX_LIMITED_SHARE = 0.1
 """Share of rollouts above which an evaluation warns."""
 
 
@@ -81,8 +81,8 @@ class Evaluation:
 
     def by(self, label: str) -> dict[str, float]:
         """Return the mean reward by "num_turns" or "kind"."""
-        found = {name.partition("/"): value for name, value in sorted(self.means.items())}
-        return {value: mean for (name, _, value), mean in found.items() if name == label}
+        means_by_label = {name.partition("/"): value for name, value in sorted(self.means.items())}
+        return {value: mean for (name, _, value), mean in means_by_label.items() if name == label}
 
 
 def _labels(task: Task) -> tuple[str, str]:
@@ -98,7 +98,7 @@ class Measured(NamedTuple):
     """This rank's rollouts of the main split."""
 
 
-Found = Mapping[str, tuple[Trajectory, ...]]
+PartRollouts = Mapping[str, tuple[Trajectory, ...]]
 """This rank's scored rollouts of each part, by its name."""
 
 
@@ -113,8 +113,8 @@ class Evaluator:
 
     def is_due(self, step: int) -> bool:
         """Tell whether `eval.every` asks for an evaluation after `step`."""
-        every = self.components.config.eval.every
-        return every > 0 and step % every == 0
+        interval = self.components.config.eval.every
+        return interval > 0 and step % interval == 0
 
     def parts(self, step: int) -> list[Part]:
         """Return what is asked after `step`: the main split and the benchmarks; at a given step
@@ -137,26 +137,26 @@ class Evaluator:
         """Roll out what is asked after `step` with the engines of this run, and measure it."""
         return self.measured(step, self.roll_out(self.parts(step)))
 
-    def roll_out(self, parts: Sequence[Part]) -> Found:
+    def roll_out(self, parts: Sequence[Part]) -> PartRollouts:
         """Roll out the questions with the engines of this run."""
         return {part.name: self._roll_out(part) for part in parts}
 
     def measured(
-        self, step: int, found: Found, versions: Mapping[str, float] | None = None
+        self, step: int, rollouts: PartRollouts, versions: Mapping[str, float] | None = None
     ) -> Measured:
         """Compute what rollouts of `parts(step)` show; `versions`: metrics of `version_metrics`,
         where nodes sampled.
         """
-        results = self.results(self.parts(step), found)
+        results = self.results(self.parts(step), rollouts)
         main = results[held_out_name(MAIN_SPLIT)]
         metrics = {**main.metrics, **self.benchmark_metrics(results), **(versions or {})}
         return Measured(metrics, main.trajectories)
 
-    def results(self, parts: Sequence[Part], found: Found) -> dict[str, Evaluation]:
+    def results(self, parts: Sequence[Part], rollouts: PartRollouts) -> dict[str, Evaluation]:
         """Compute the result of each part, by its name."""
         tool_names, world = tuple(self.components.tools), self.components.world
         results = {
-            part.name: Evaluation.of(part, found[part.name], tool_names, world) for part in parts
+            part.name: Evaluation.of(part, rollouts[part.name], tool_names, world) for part in parts
         }
         for part in parts:
             if not part.settings.is_benchmark:
@@ -172,17 +172,17 @@ class Evaluator:
         for name in self.benchmarks:
             stats = results[name].stats
             means = {n: mean for n, mean in results[name].means.items() if "/" not in n}
-            named = {"accuracy": stats.reward_mean, **means, "turns": stats.turns_mean}
+            values = {"accuracy": stats.reward_mean, **means, "turns": stats.turns_mean}
             if stats.failed_rollouts:
-                named["failed"] = float(stats.failed_rollouts)
-            metrics |= {f"eval_{key}/{name}": value for key, value in named.items()}
+                values["failed"] = float(stats.failed_rollouts)
+            metrics |= {f"eval_{key}/{name}": value for key, value in values.items()}
         return metrics
 
-    def compared(self, found: Found) -> dict[str, Any]:
+    def compared(self, rollouts: PartRollouts) -> dict[str, Any]:
         """Compute the comparison for summary.json from rollouts of `parts_of_ends`, with the
         benchmarks' metrics where there are some.
         """
-        results = self.results(self.parts_of_ends(), found)
+        results = self.results(self.parts_of_ends(), rollouts)
         sampled, greedy = (
             {split: results[held_out_name(split, t)] for split in self.components.tasks.held_out}
             for t in (None, 0.0)
@@ -221,8 +221,8 @@ class Evaluator:
         return Part(name, tasks, derive_seed(config.run.seed, "eval", step), settings)
 
     def benchmark_parts(self, step: int) -> list[Part]:
-        """Return what of an evaluation after `step` asks benchmarks: each question `eval.trials`
-        times, scored by its own rule and the judge.
+        """Return the parts of an evaluation after `step` that ask benchmarks: each question
+        `eval.trials` times, scored by its own rule and the judge.
         """
         config = self.components.config
         limit, options = config.agent.eval_max_turns, config.eval
@@ -234,8 +234,8 @@ class Evaluator:
 
     def _roll_out(self, part: Part) -> tuple[Trajectory, ...]:
         components, settings = self.components, part.settings
-        made = components.make_agent(self.engines, settings.max_turns, settings.temperature)
-        with closing(made) as agent:
+        agent = components.make_agent(self.engines, settings.max_turns, settings.temperature)
+        with closing(agent):
             return roll_out(components, agent, part.tasks, part.seed, part.name, settings)
 
     def _warn_of_limits(self, name: str, stats: RolloutStats) -> None:
@@ -254,9 +254,9 @@ class Evaluator:
             ),
         }
         for limit, (share, cure) in cures.items():
-            if share > _MOST_CUT and self.components.world.is_main:
-                told = (name, 100 * share, limit, cure)
-                _log.warning("%s: %.0f%% of the rollouts ran out of %s: %s", *told)
+            if share > _MAX_LIMITED_SHARE and self.components.world.is_main:
+                arguments = (name, 100 * share, limit, cure)
+                _log.warning("%s: %.0f%% of the rollouts ran out of %s: %s", *arguments)
 
 
 def held_out_name(split: str, temperature: float | None = None) -> str:
@@ -278,8 +278,8 @@ def roll_out(
     Who waits for long is told how many of `name` are done.
     """
     samplers, trials = components.placement.samplers, settings.trials if settings else 1
-    num_mine = len(range(max(samplers.rank, 0), len(tasks), samplers.size)) * trials
-    with waiting(f"rollouts of {name}", samplers.rank == 0, total=num_mine) as tick:
+    num_rollouts = len(range(max(samplers.rank, 0), len(tasks), samplers.size)) * trials
+    with waiting(f"rollouts of {name}", samplers.rank == 0, total=num_rollouts) as on_rollout:
         groups = collect(
             agent,
             tasks,
@@ -288,7 +288,7 @@ def roll_out(
             max_in_flight=components.config.rollout.max_in_flight,
             rank=samplers.rank,
             num_ranks=samplers.size,
-            on_done=tick,
+            on_done=on_rollout,
         )
         is_benchmark = settings is not None and settings.is_benchmark
         scored = score(groups, *components.scoring(is_benchmark))

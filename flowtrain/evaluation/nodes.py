@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from threading import Event
 from typing import TypeVar
 
 from flowtrain.config import Config
-from flowtrain.evaluation.evaluator import Evaluator, Found, Part
+from flowtrain.evaluation.evaluator import Evaluator, Part, PartRollouts
 from flowtrain.logging.tally import Tally
 from flowtrain.logging.token_counts import versions
 from flowtrain.records import Group, Trajectory
@@ -39,8 +40,8 @@ _MAX_WATCHED = 8
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
-    """An evaluation that was asked for."""
+class _Evaluation:
+    """An evaluation that nodes were asked for."""
 
     step: int
     parts: Sequence[Part]
@@ -50,7 +51,7 @@ class _Asked:
     asking: Future[bool] = field(default_factory=Future)
     answered: Future[bool] = field(default_factory=Future)
     """On rank 0, done once no question is left; on others at once."""
-    answers: Future[Found] | None = None
+    answers: Future[PartRollouts] | None = None
     """This rank's, once they are fetched; empty where it was left out."""
     left: dict[str, int] = field(default_factory=dict)
     """Questions without an answer, by part."""
@@ -62,9 +63,9 @@ class _Asked:
         return f"at the ends, {part.name}" if self.at_end else part.name
 
     def text(self) -> str:
-        num = sum(len(part.tasks) for part in self.parts)
-        left = sum(self.left.get(part.name, len(part.tasks)) for part in self.parts)
-        return f"evaluation after step {self.step}: {num - left} of {num} questions are answered"
+        total = sum(len(part.tasks) for part in self.parts)
+        num_done = total - sum(self.left.get(part.name, len(part.tasks)) for part in self.parts)
+        return f"evaluation after step {self.step}: {num_done} of {total} questions are answered"
 
 
 class PoolEvaluations:
@@ -76,8 +77,8 @@ class PoolEvaluations:
         """`note` shows a line to the person who watches."""
         self.source, self._world, self._note = source, world, note
         self._policy, self._policies = config.train.policy, config.policy_names
-        self._pending: deque[_Asked] = deque()
-        self._end: _Asked | None = None
+        self._pending: deque[_Evaluation] = deque()
+        self._end: _Evaluation | None = None
         self._has_ended = Event()
         self._asking = ThreadPoolExecutor(1, "ask_evaluation")
         self._watching = ThreadPoolExecutor(_MAX_WATCHED, "watch_evaluation")
@@ -98,64 +99,66 @@ class PoolEvaluations:
 
         `is_known`: only if an earlier process of this run has asked.
         """
-        self._pending.append(self._begin(_Asked(step, parts, at_end=False, is_known=is_known)))
+        self._pending.append(self._begin(_Evaluation(step, parts, at_end=False, is_known=is_known)))
 
     def ask_at_end(self, step: int, parts: Sequence[Part]) -> None:
         """Ask for the evaluation before or after training, once; returns at once."""
         if self._end is None or self._end.step != step:
-            self._end = self._begin(_Asked(step, parts, at_end=True, is_known=False))
+            self._end = self._begin(_Evaluation(step, parts, at_end=True, is_known=False))
 
     def wait_until_asked(self) -> None:
         """Wait until the service knows what was asked. KeyboardInterrupt when the run is asked to
         end.
         """
-        for asked in (*self._pending, *([self._end] if self._end else [])):
-            self._settle(asked.asking, asked)
+        for evaluation in (*self._pending, *([self._end] if self._end else [])):
+            self._settle(evaluation.asking, evaluation)
 
-    def complete(self) -> Iterator[tuple[int, Found]]:
+    def complete(self) -> Iterator[tuple[int, PartRollouts]]:
         """Take the evaluations that are complete, with their steps, in the order in which they were
         asked for.
         """
         while self._pending:
-            asked = self._pending[0]
-            is_fetched = asked.answers is not None and asked.answers.done()
-            is_waiting, is_fetching = self._world.max([not asked.answered.done(), not is_fetched])
+            evaluation = self._pending[0]
+            is_answered = evaluation.answered.done()
+            is_fetched = evaluation.answers is not None and evaluation.answers.done()
+            # All ranks decide alike: what is taken is measured by all of them together.
+            is_waiting, is_fetching = self._world.max([not is_answered, not is_fetched])
             if not is_waiting:
-                self._begin_to_fetch(asked)
+                self._begin_to_fetch(evaluation)
             if is_fetching:
                 return
             yield from self._take()
 
-    def wait(self) -> Iterator[tuple[int, Found]]:
+    def wait(self) -> Iterator[tuple[int, PartRollouts]]:
         """Wait for all that `ask` has asked for, and take it. KeyboardInterrupt when the run is
         asked to end.
         """
         while self._pending:
             yield from self._take()
 
-    def wait_for_end(self, step: int) -> Found:
+    def wait_for_end(self, step: int) -> PartRollouts:
         """Wait for what `ask_at_end` has asked for. KeyboardInterrupt when the run is asked to
         end.
         """
         assert self._end is not None and self._end.step == step, "it was asked for"
-        return self._found(self._end)
+        return self._rollouts(self._end)
 
     def on_checkpoint(self, step: int, evaluated: int) -> None:
         """Note that the log of a checkpoint has the evaluations up to a step."""
         self.saved[step] = evaluated
 
-    def version_metrics(self, step: int, found: Found) -> dict[str, float]:
+    def version_metrics(self, step: int, rollouts: PartRollouts) -> dict[str, float]:
         """Compute the oldest and the newest version of each policy that sampled, and the share of
         the trained policy's tokens that is newer than `step`.
         """
         tally = Tally()
-        group = Group(0, tuple(each for answers in found.values() for each in answers))
+        group = Group(0, tuple(chain(*rollouts.values())))
         for policy in self._policies:
-            for version, num in versions(group, policy):
+            for version, num_tokens in versions(group, policy):
                 tally.highest(f"eval_version_min/{policy}", -version)
                 tally.highest(f"eval_version_max/{policy}", version)
                 if policy == self._policy:
-                    tally.mean("eval_newer_share", num * (version > step), num)
+                    tally.mean("eval_newer_share", num_tokens * (version > step), num_tokens)
         total = tally.of_all(self._world)
         return {name: abs(number) for name, number in total.maxima.items()} | total.all_means()
 
@@ -168,54 +171,54 @@ class PoolEvaluations:
         for threads in (self._asking, self._watching, self._fetching):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _take(self) -> Iterator[tuple[int, Found]]:
-        asked = self._pending[0]
-        found = self._found(asked)
+    def _take(self) -> Iterator[tuple[int, PartRollouts]]:
+        evaluation = self._pending[0]
+        rollouts = self._rollouts(evaluation)
         self._pending.popleft()
-        if found:
-            yield asked.step, found
+        if rollouts:
+            yield evaluation.step, rollouts
 
-    def _found(self, asked: _Asked) -> Found:
-        self._settle(asked.answered, asked)
-        return self._settle(self._begin_to_fetch(asked), asked)
+    def _rollouts(self, evaluation: _Evaluation) -> PartRollouts:
+        self._settle(evaluation.answered, evaluation)
+        return self._settle(self._begin_to_fetch(evaluation), evaluation)
 
-    def _begin_to_fetch(self, asked: _Asked) -> Future[Found]:
-        if asked.answers is None:
-            asked.answers = self._fetching.submit(self._fetch, asked)
-        return asked.answers
+    def _begin_to_fetch(self, evaluation: _Evaluation) -> Future[PartRollouts]:
+        if evaluation.answers is None:
+            evaluation.answers = self._fetching.submit(self._fetch, evaluation)
+        return evaluation.answers
 
-    def _settle(self, answer: Future[T], asked: _Asked) -> T:
-        if self._world.max([not answer.done()])[0]:
-            self._note(f"waiting: {asked.text()}")
-        moved = (lambda: asked.moved) if self._world.is_main else time.monotonic
-        found = self.source.settle(answer, asked.text, moved)
-        if found is None:
+    def _settle(self, future: Future[T], evaluation: _Evaluation) -> T:
+        if self._world.max([not future.done()])[0]:
+            self._note(f"waiting: {evaluation.text()}")
+        last_change = (lambda: evaluation.moved) if self._world.is_main else time.monotonic
+        result = self.source.settle(future, evaluation.text, last_change)
+        if result is None:
             raise KeyboardInterrupt
-        return found
+        return result
 
     # ---- on threads
 
-    def _begin(self, asked: _Asked) -> _Asked:
-        asked.asking = self._asking.submit(self._ask, asked)
+    def _begin(self, evaluation: _Evaluation) -> _Evaluation:
+        evaluation.asking = self._asking.submit(self._ask, evaluation)
         if self._world.is_main:
-            asked.answered = self._watching.submit(self._until_answered, asked)
+            evaluation.answered = self._watching.submit(self._until_answered, evaluation)
         else:
-            asked.answered.set_result(True)
-        return asked
+            evaluation.answered.set_result(True)
+        return evaluation
 
-    def _ask(self, asked: _Asked) -> bool:
+    def _ask(self, evaluation: _Evaluation) -> bool:
         """Ask for the parts that nobody has asked for; False where the evaluation is left out."""
-        for part in asked.parts:
-            if self._state(self._request(asked, part)).num_questions:
+        for part in evaluation.parts:
+            if self._state(self._request(evaluation, part)).num_questions:
                 continue
-            if asked.is_known:
+            if evaluation.is_known:
                 return False
             if self._world.is_main:
                 self.source.dataflow.evaluate(
                     Evaluate(
                         self._policy,
-                        asked.step,
-                        asked.name(part),
+                        evaluation.step,
+                        evaluation.name(part),
                         part.settings,
                         part.seed,
                         tuple(part.tasks),
@@ -223,38 +226,38 @@ class PoolEvaluations:
                 )
         return True
 
-    def _until_answered(self, asked: _Asked) -> bool:
+    def _until_answered(self, evaluation: _Evaluation) -> bool:
         """Wait until no question is left; False where the evaluation is left out."""
-        if not asked.asking.result():
+        if not evaluation.asking.result():
             return False
-        for part in asked.parts:
-            request, pause_s = self._request(asked, part), _FIRST_PAUSE_S
+        for part in evaluation.parts:
+            request, pause_s = self._request(evaluation, part), _FIRST_PAUSE_S
             while not (state := self._state(request)).num_questions or state.num_left:
-                left = state.num_left or len(part.tasks)
-                if asked.left.get(part.name) != left:
-                    asked.left[part.name], asked.moved = left, time.monotonic()
+                num_left = state.num_left or len(part.tasks)
+                if evaluation.left.get(part.name) != num_left:
+                    evaluation.left[part.name], evaluation.moved = num_left, time.monotonic()
                 if self._has_ended.wait(pause_s):
                     raise Unavailable("nobody waits for this evaluation any longer")
                 pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-            asked.left[part.name] = 0
+            evaluation.left[part.name] = 0
         return True
 
-    def _fetch(self, asked: _Asked) -> Found:
-        if not asked.asking.result():
+    def _fetch(self, evaluation: _Evaluation) -> PartRollouts:
+        if not evaluation.asking.result():
             return {}
-        return {part.name: tuple(self._answers(asked, part)) for part in asked.parts}
+        return {part.name: tuple(self._answers(evaluation, part)) for part in evaluation.parts}
 
-    def _answers(self, asked: _Asked, part: Part) -> Iterator[Trajectory]:
+    def _answers(self, evaluation: _Evaluation, part: Part) -> Iterator[Trajectory]:
         """Yield this rank's rollouts of a part that is complete."""
-        request = self._request(asked, part)
+        request = self._request(evaluation, part)
         while results := self._state(request).results:
             for result in results:
                 yield from _rollouts(part, result)
             request = replace(request, first=results[-1].index + 1)
 
-    def _request(self, asked: _Asked, part: Part) -> EvaluationRequest:
-        name, ranks = asked.name(part), self._world
-        return EvaluationRequest(self._policy, asked.step, name, ranks.rank, ranks.size)
+    def _request(self, evaluation: _Evaluation, part: Part) -> EvaluationRequest:
+        name, ranks = evaluation.name(part), self._world
+        return EvaluationRequest(self._policy, evaluation.step, name, ranks.rank, ranks.size)
 
     def _state(self, request: EvaluationRequest) -> EvaluationState:
         return self.source.dataflow.evaluation(request)

@@ -56,7 +56,7 @@ class Entry:
     usage: Usage
     """Tokens and cost of all models but the policy."""
     counts: Mapping[str, float]
-    """Of `count_rollouts`, where the log has them."""
+    """Counts of `count_rollouts`, where the log has them."""
     metrics: Mapping[str, float]
     """EM and F1 of a short answer, where the log has them; {} for other answers."""
 
@@ -85,7 +85,7 @@ class RolloutLog(ABC, Generic[Key]):
         self.entries: dict[Key, Entry] = {}
         """The last of every rollout."""
         self.usage = Usage()
-        """Of all rollouts that ended, failed ones and those that were asked for again included."""
+        """Usage of all rollouts that ended, failed ones and those asked for again included."""
         self.num_done = 0
         """Rollouts that did not fail."""
         self._reward = 0.0
@@ -102,7 +102,7 @@ class RolloutLog(ABC, Generic[Key]):
         """Return what a line says of a rollout; "step" must be among it."""
 
     def is_done(self, key: Key) -> bool:
-        """Whether there is a rollout that did not fail."""
+        """Tell whether there is a rollout that did not fail."""
         return key in self.entries and not self.entries[key].error
 
     def repair(self) -> None:
@@ -133,10 +133,11 @@ class RolloutLog(ABC, Generic[Key]):
         self.usage.prompt_tokens += entry.usage.prompt_tokens
         self.usage.reply_tokens += entry.usage.reply_tokens
         self.usage.cost += entry.usage.cost
-        for each, number in ((self.entries.get(key), -1), (entry, 1)):
-            if each is not None and not each.error:
-                self.num_done += number
-                self._reward += number * (each.reward or 0.0)
+        # A rollout that was asked for again counts in the place of its earlier line.
+        for counted, sign in ((self.entries.get(key), -1), (entry, 1)):
+            if counted is not None and not counted.error:
+                self.num_done += sign
+                self._reward += sign * (counted.reward or 0.0)
         self.entries[key] = entry
 
 
@@ -161,10 +162,10 @@ def ask(
     Raises UserError when an engine refuses all requests.
     """
     log.repair()
-    free = asyncio.Semaphore(max_in_flight)
+    slots = asyncio.Semaphore(max_in_flight)
 
     async def rollout(question: Question[Key]) -> None:
-        async with free:
+        async with slots:
             if is_over():
                 return
             with metered() as usage:
@@ -180,8 +181,8 @@ def ask(
         progress.show(log.num_done, log.state())
 
     async def every_rollout() -> None:
-        async with asyncio.TaskGroup() as running:
+        async with asyncio.TaskGroup() as task_group:
             for question in questions:
-                running.create_task(rollout(question))
+                task_group.create_task(rollout(question))
 
     run_to_end(every_rollout())

@@ -25,19 +25,23 @@ _HEADING = (
     *("planner", "budget", "benchmark", "questions", "mean %", "spread", "95% interval"),
     *("failed", "EM", "F1", "turns"),
 )
-
-
 _PERCENT = {
     "paper: 7B frozen": (58.4, 60.0, 51.3, 19.2, 17.2, 16.7, 47.4, 31.0, 37.0, 76.0),
     "paper: 7B Flow-GRPO": (69.6, 77.2, 57.0, 25.3, 33.1, 40.0, 61.5, 53.0, 47.0, 80.0),
 }
-
 PAPER = {
     label: dict(zip(AGENTFLOW, (value / 100 for value in row), strict=True))
     for label, row in _PERCENT.items()
 }
 """Label -> benchmark -> accuracy that AgentFlow's authors report (arXiv 2510.05592, tables 1 to 3;
 means of 3 trials): the planner is Qwen2.5-7B-Instruct, as it comes and trained."""
+
+
+class PlannerBudget(NamedTuple):
+    """A planner with a budget of turns."""
+
+    planner: str
+    max_turns: int
 
 
 class Key(NamedTuple):
@@ -83,7 +87,7 @@ class Mean:
         known = [mean for mean in means if mean is not None]
         if len(known) < len(means):
             return None
-        return cls.of((trial, each) for mean in known for trial, each in enumerate(mean.by_trial))
+        return cls.of((trial, value) for mean in known for trial, value in enumerate(mean.by_trial))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,7 @@ class Score:
     @classmethod
     def of(
         cls,
-        system: tuple[str, int],
+        system: PlannerBudget,
         benchmark: str,
         entries: Mapping[Key, Entry],
         tool_names: Sequence[str],
@@ -131,14 +135,14 @@ class Score:
         accuracy = Mean.of((key.trial, entry.reward or 0.0) for key, entry in scored.items())
         low, high = wilson(accuracy.mean, num_questions) if accuracy else (None, None)
         em, f1 = (
-            Mean.of((key.trial, e.metrics[n]) for key, e in scored.items() if n in e.metrics)
-            for n in _SHORT
+            Mean.of((key.trial, e.metrics[name]) for key, e in scored.items() if name in e.metrics)
+            for name in _SHORT
         )
         tally = Tally()
         for counts in (count_rollouts((), tool_names), *(e.counts for e in scored.values())):
             tally.add(counts)
         usages = [entry.usage for entry in scored.values()]
-        num = max(len(scored), 1)
+        num_scored = max(len(scored), 1)
         return cls(
             *system,
             benchmark,
@@ -149,30 +153,30 @@ class Score:
             high,
             em,
             f1,
-            seconds_mean=sum(entry.seconds for entry in scored.values()) / num,
-            frozen_tokens_mean=sum(u.prompt_tokens + u.reply_tokens for u in usages) / num,
+            seconds_mean=sum(entry.seconds for entry in scored.values()) / num_scored,
+            frozen_tokens_mean=sum(u.prompt_tokens + u.reply_tokens for u in usages) / num_scored,
             cost=math.fsum(entry.usage.cost for entry in entries.values()),
             scored_by=dict(Counter(entry.scored_by for entry in scored.values())),
             stats=RolloutStats.of_counts(tally.sums, tool_names),
         )
 
 
-Rows = Mapping[tuple[str, int], Sequence[Score]]
-"""The scores by planner and budget of turns, one for each benchmark."""
+Rows = Mapping[PlannerBudget, Sequence[Score]]
+"""The scores of each planner and budget, one for each benchmark."""
 
 
 def summarise(
     entries: Mapping[Key, Entry],
-    systems: Sequence[tuple[str, int]],
+    systems: Sequence[PlannerBudget],
     benchmarks: Sequence[str],
     tool_names: Sequence[str],
 ) -> Rows:
     """Sum the entries up by planner and budget of turns (`systems`), and by benchmark."""
-    found: dict[tuple[str, int, str], dict[Key, Entry]] = defaultdict(dict)
+    groups: dict[tuple[str, int, str], dict[Key, Entry]] = defaultdict(dict)
     for key, entry in entries.items():
-        found[key.planner, key.max_turns, key.benchmark][key] = entry
+        groups[key.planner, key.max_turns, key.benchmark][key] = entry
     return {
-        system: [Score.of(system, name, found[*system, name], tool_names) for name in benchmarks]
+        system: [Score.of(system, name, groups[*system, name], tool_names) for name in benchmarks]
         for system in systems
     }
 
@@ -188,8 +192,8 @@ def wilson(share: float, num_questions: int) -> tuple[float, float]:
     shrink = 1 + z * z / num_questions
     centre = (share + z * z / (2 * num_questions)) / shrink
     variance = share * (1 - share) / num_questions + (z / (2 * num_questions)) ** 2
-    half = z / shrink * math.sqrt(variance)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    half_width = z / shrink * math.sqrt(variance)
+    return max(0.0, centre - half_width), min(1.0, centre + half_width)
 
 
 def as_json(rows: Rows) -> dict[str, Any]:
@@ -199,10 +203,8 @@ def as_json(rows: Rows) -> dict[str, Any]:
         for (planner, limit), scores in rows.items()
         for mean in [_average(scores)]
     ]
-    return {
-        "scores": [asdict(score) for scores in rows.values() for score in scores],
-        "averages": averages,
-    }
+    scores = [asdict(score) for group in rows.values() for score in group]
+    return {"scores": scores, "averages": averages}
 
 
 def table(rows: Rows, references: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
@@ -222,13 +224,13 @@ def table(rows: Rows, references: Mapping[str, Mapping[str, float]]) -> list[lis
                 *(str(score.num_failed), _mean(score.em), _mean(score.f1)),
                 f"{score.stats.turns_mean:.2f}",
             ]
-            others = [_percent(named.get(score.benchmark)) for named in references.values()]
-            lines.append([*system, *cells, *others])
+            beside = [_percent(row.get(score.benchmark)) for row in references.values()]
+            lines.append([*system, *cells, *beside])
         if len(scores) > 1:
             em, f1 = (Mean.of_all([getattr(score, name) for score in scores]) for name in _SHORT)
             cells = ["average", "", *_with_spread(_average(scores)), "", ""]
-            others = [_percent(_mean_of(named, scores)) for named in references.values()]
-            lines.append([*system, *cells, _mean(em), _mean(f1), "", *others])
+            beside = [_percent(_mean_of(row, scores)) for row in references.values()]
+            lines.append([*system, *cells, _mean(em), _mean(f1), "", *beside])
     return lines
 
 
@@ -236,9 +238,9 @@ def _average(scores: Sequence[Score]) -> Mean | None:
     return Mean.of_all([score.accuracy for score in scores])
 
 
-def _mean_of(named: Mapping[str, float], scores: Sequence[Score]) -> float | None:
+def _mean_of(accuracies: Mapping[str, float], scores: Sequence[Score]) -> float | None:
     """Average a reference's accuracies; None unless it has all of the benchmarks."""
-    known = [named[score.benchmark] for score in scores if score.benchmark in named]
+    known = [accuracies[score.benchmark] for score in scores if score.benchmark in accuracies]
     return statistics.fmean(known) if len(known) == len(scores) else None
 
 
@@ -276,10 +278,10 @@ def count_passes(tally: Tally, trajectories: Sequence[Trajectory], trials: int) 
             rewards[trajectory.task.id].append(trajectory.reward)
     powers = [2**n for n in range(1, trials.bit_length())]
     for k in sorted({*powers, trials} - {1}):
-        for own in rewards.values():
-            if len(own) >= k:
-                num_right = sum(reward >= 1 for reward in own)
-                tally.mean(f"pass_at_{k}", pass_at_k(len(own), num_right, k), 1)
+        for question_rewards in rewards.values():
+            if len(question_rewards) >= k:
+                num_right = sum(reward >= 1 for reward in question_rewards)
+                tally.mean(f"pass_at_{k}", pass_at_k(len(question_rewards), num_right, k), 1)
 
 
 def short_metrics(trajectory: Trajectory) -> dict[str, float]:

@@ -46,8 +46,8 @@ def open_system(
     """
     # Nothing is trained, so no question is left out of training for a benchmark.
     tasks = config.tasks.model_copy(update={"benchmarks": ""})
-    options = config.eval.model_copy(update={"benchmarks": ()})
-    config = config.model_copy(update={"tasks": tasks, "eval": options})
+    eval_options = config.eval.model_copy(update={"benchmarks": ()})
+    config = config.model_copy(update={"tasks": tasks, "eval": eval_options})
     with ExitStack() as cleanup:
         world = World.join(config.run.device, config.run.collective_timeout_s)
         cleanup.callback(world.leave)

@@ -90,12 +90,12 @@ def read_lines_with_ends(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Read (record, offset of its end in bytes) per line, as `read_lines` does; each line begins
     where the one before it ends.
     """
-    torn = 0
+    torn_number = 0
     for number, (record, end) in enumerate(_read(path), 1):
-        if torn:
-            raise _damaged(path, torn)
+        if torn_number:
+            raise _damaged(path, torn_number)
         if record is None:
-            torn = number
+            torn_number = number
         else:
             yield record, end
 
@@ -110,19 +110,19 @@ def cut_lines(path: Path, last_step: int) -> None:
     """
     if not path.exists():
         return
-    keep = torn = 0
+    kept_bytes = torn_number = 0
     for number, (record, end) in enumerate(_read(path), 1):
         if record is None:
-            torn = torn or number
+            torn_number = torn_number or number
         elif record["step"] > last_step:
             break
-        elif torn:
-            raise _damaged(path, torn)
+        elif torn_number:
+            raise _damaged(path, torn_number)
         else:
-            keep = end
+            kept_bytes = end
     with writing(path), path.open("rb+") as file:
-        file.truncate(keep)
-        file.seek(max(keep - 1, 0))
+        file.truncate(kept_bytes)
+        file.seek(max(kept_bytes - 1, 0))
         if file.read(1) not in (b"", b"\n"):
             file.write(b"\n")
 

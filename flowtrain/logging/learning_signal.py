@@ -66,16 +66,16 @@ class LearningSignal:
 def count_signal(tally: Tally, groups: Sequence[Group], batch: TrainBatch, low: float) -> None:
     """Count what this rank's rollouts have to learn from; `low` is the reward of a wrong one."""
     rollouts = [trajectory for group in groups for trajectory in group.trajectories]
-    found = {
-        "right": sum(each.reward is not None and each.reward > low for each in rollouts),
-        "outgrown": sum(each.truncated == "prompt" for each in rollouts),
+    counts = {
+        "right": sum(rollout.reward is not None and rollout.reward > low for rollout in rollouts),
+        "outgrown": sum(rollout.truncated == "prompt" for rollout in rollouts),
         "samples": len(batch.samples),
         "signals": sum(any(sample.advantages) for sample in batch.samples),
     }
-    tally.add(found)
-    if rewards := [each.reward for each in rollouts if each.reward is not None]:
+    tally.add(counts)
+    if rewards := [rollout.reward for rollout in rollouts if rollout.reward is not None]:
         tally.say("rewards", [min(rewards), max(rewards)])
-    if not found["signals"] and (example := _example(rollouts, low)):
+    if not counts["signals"] and (example := _example(rollouts, low)):
         tally.say("example", example)
 
 
@@ -83,43 +83,45 @@ def _cause(total: Tally) -> tuple[str, bool] | None:
     """Return why no token is drawn to or from, and whether something is broken, which does not pass
     by itself; None where a token is.
     """
-    num = {name: int(number) for name, number in total.sums.items()}
-    if num["signals"]:
+    counts = {name: int(number) for name, number in total.sums.items()}
+    if counts["signals"]:
         return None
-    has_tokens = num["tokens/sampled"] + num["tokens/shared"] > 0
-    left_out = sum(number for name, number in num.items() if name.startswith("num_excluded/"))
+    has_tokens = counts["tokens/sampled"] + counts["tokens/shared"] > 0
+    left_out = sum(number for name, number in counts.items() if name.startswith("num_excluded/"))
     example = "; ".join(total.said.get("example", ())[:1])
+    # The first that holds is told, from failed rollouts to samples left out.
     broken = {
-        f"all {num['rollouts']} rollouts failed; {example}": not num["finished"],
-        "all prompts outgrow the model": not has_tokens and num["outgrown"] == num["rollouts"],
+        f"all {counts['rollouts']} rollouts failed; {example}": not counts["finished"],
+        "all prompts outgrow the model": not has_tokens
+        and counts["outgrown"] == counts["rollouts"],
         "no response has a token": not has_tokens,
-        f"all {left_out} samples were left out": left_out > num["num_excluded/empty"]
-        and not num["samples"],
+        f"all {left_out} samples were left out": left_out > counts["num_excluded/empty"]
+        and not counts["samples"],
     }
     for text, holds in broken.items():
         if holds:
             return text, True
-    rewards = [each for of_rank in total.said["rewards"] for each in of_rank]
-    least, most = min(rewards), max(rewards)
-    text = f"all {num['finished']} rewards are {least:g}"
-    if least < most:
-        text = f"the rollouts of each question have one reward, from {least:g} to {most:g}"
-    if num["malformed"]:
-        text += f"; of {num['turns']} actions {num['malformed']} could not be read or named no tool"
-    if num_failed := num["rollouts"] - num["finished"]:
+    rewards = [reward for rank_rewards in total.said["rewards"] for reward in rank_rewards]
+    lowest, highest = min(rewards), max(rewards)
+    text = f"all {counts['finished']} rewards are {lowest:g}"
+    if lowest < highest:
+        text = f"the rollouts of each question have one reward, from {lowest:g} to {highest:g}"
+    if num_malformed := counts["malformed"]:
+        text += f"; of {counts['turns']} actions {num_malformed} could not be read or named no tool"
+    if num_failed := counts["rollouts"] - counts["finished"]:
         text += f"; {num_failed} rollouts failed"
-    return text if num["right"] else f"{text}; {example}", False
+    return text if counts["right"] else f"{text}; {example}", False
 
 
 def _example(rollouts: Sequence[Trajectory], low: float) -> str:
-    """The first rollout that failed, or else that is wrong, in words; "" where none is."""
-    for each in rollouts:
-        if each.error:
-            return f"the first failed because of {each.error[:_CHARS]!r}"
-    for each in rollouts:
-        if each.reward == low:
+    """Describe the first rollout that failed, or else that is wrong; "" where none is."""
+    for rollout in rollouts:
+        if rollout.error:
+            return f"the first failed because of {rollout.error[:_CHARS]!r}"
+    for rollout in rollouts:
+        if rollout.reward == low:
             return (
-                f"the first is for {each.answer[-_CHARS:]!r} to {each.task.question[:_CHARS]!r}, "
-                f"accepted: {each.task.answers[:3]!r}"
+                f"the first is for {rollout.answer[-_CHARS:]!r} to "
+                f"{rollout.task.question[:_CHARS]!r}, accepted: {rollout.task.answers[:3]!r}"
             )
     return ""

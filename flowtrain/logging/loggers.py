@@ -30,7 +30,7 @@ BUILT_IN = plugins.built_in(
     GROUP, "flowtrain.logging", {name: f"loggers:{name}" for name in ("wandb", "trackio")}
 )
 _log = logging.getLogger(__name__)
-_MOST_WAITING = 1000
+_MAX_WAITING = 1000
 _END_S = 30.0
 
 
@@ -61,25 +61,25 @@ def open_loggers(config: Config, run_dir: Path, resume_step: int) -> list[Logger
 
     Raises UserError where one is unknown, its package is missing, or it cannot begin.
     """
-    made: list[Logger] = []
+    loggers: list[Logger] = []
     with ExitStack() as cleanup:
         for name in config.log.loggers:
             options = config.options_of(name)
             logger = _load(name, LoggerContext(config, run_dir, resume_step, options))
-            made.append(Background(name, logger))
-            cleanup.callback(made[-1].close)
+            loggers.append(Background(name, logger))
+            cleanup.callback(loggers[-1].close)
         cleanup.pop_all()
-    return made
+    return loggers
 
 
 def _load(name: str, context: LoggerContext) -> Logger:
     origin = f"log.loggers={name!r}"
-    found = plugins.load(name, origin, "logger", GROUP, BUILT_IN)
-    if not callable(found):
+    factory = plugins.load(name, origin, "logger", GROUP, BUILT_IN)
+    if not callable(factory):
         raise UserError(f"{origin} is nothing that makes a logger")
     with foreign(origin):
-        made: Logger = found(context)
-    return made
+        logger: Logger = factory(context)
+    return logger
 
 
 # ---- the loggers
@@ -156,11 +156,11 @@ def trackio(context: LoggerContext) -> RemoteRun:
     `space_id`.
     """
     module = _package("trackio")
-    own_id = _run_id(context.run_dir / "trackio_id.txt")
+    run_id = _run_id(context.run_dir / "trackio_id.txt")
     config = context.config.model_dump(mode="json")
     # It knows runs by their names, and other folders may have the same one.
-    given = {"project": "flowtrain", "name": f"{context.run_dir.name}-{own_id[:8]}"}
-    run = module.init(resume="allow", config=config, **{**given, **context.options})
+    defaults = {"project": "flowtrain", "name": f"{context.run_dir.name}-{run_id[:8]}"}
+    run = module.init(resume="allow", config=config, **{**defaults, **context.options})
     return RemoteRun(run, has_steps=True)
 
 
@@ -203,7 +203,7 @@ class Background:
             _log.warning("the logger %r has not ended within %g s", self._name, _END_S)
 
     def _put(self, work: Callable[[], None]) -> None:
-        if self._waiting.qsize() < _MOST_WAITING:
+        if self._waiting.qsize() < _MAX_WAITING:
             self._waiting.put(work)
         elif not self._is_full:
             self._is_full = True
@@ -211,6 +211,7 @@ class Background:
 
     def _work(self) -> None:
         while (work := self._waiting.get()) is not None:
+            # Read on, or the queue would fill and `close` wait in vain.
             if self._is_off:
                 continue
             try:

@@ -27,14 +27,14 @@ class MismatchGate:
     first_kl: float | None = field(default=None, init=False)
     """The KL of the first step that this process compared."""
 
-    def watch(self, step: int, found: Mapping[str, float]) -> None:
+    def watch(self, step: int, metrics: Mapping[str, float]) -> None:
         """Look at the `mismatch_metrics` of a step, which every rank has alike.
 
         Raises UserError when the KL stays above `train.max_mismatch_kl` or is far above it.
         """
-        if "mismatch_kl" not in found:
+        if "mismatch_kl" not in metrics:
             return
-        limit, kl = self.config.train.max_mismatch_kl, found["mismatch_kl"]
+        limit, kl = self.config.train.max_mismatch_kl, metrics["mismatch_kl"]
         self.first_kl = kl if self.first_kl is None else self.first_kl
         if not limit or expected_mismatch(self.config):
             return
@@ -46,10 +46,10 @@ class MismatchGate:
         text = (
             f"step {step}: the log-probs of trainer and sampler are {kl:.2g} nats per token apart "
             f"(KL; train.max_mismatch_kl={limit:g}){in_a_row}. Their difference has slope "
-            f"{found['mismatch_slope']:+.2f} over the log-prob and is "
-            f"{found['mismatch_one_sided']:.0%} one-sided, the KL is "
+            f"{metrics['mismatch_slope']:+.2f} over the log-prob and is "
+            f"{metrics['mismatch_one_sided']:.0%} one-sided, the KL is "
             f"{kl / max(self.first_kl, 1e-12):.2g} times that of the first step, and "
-            f"{found['mismatch_agreeing']:.0%} of the samples agree up to rounding; "
+            f"{metrics['mismatch_agreeing']:.0%} of the samples agree up to rounding; "
             "docs/watching.md says what each speaks for"
         )
         if self.num_above >= MOST_ABOVE or not kl <= FAR_ABOVE * limit:

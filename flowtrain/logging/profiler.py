@@ -28,6 +28,6 @@ def profiled(folder: Path, device: torch.device) -> Iterator[None]:
     with writing(folder):
         folder.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(folder / "trace.json.gz"))
-    by = f"self_{device.type}_time_total"
-    table = profiler.key_averages().table(sort_by=by, row_limit=50, max_name_column_width=80)
+    sort_key = f"self_{device.type}_time_total"
+    table = profiler.key_averages().table(sort_by=sort_key, row_limit=50, max_name_column_width=80)
     atomic_write_text(folder / "operators.txt", f"{table}\n")

@@ -42,8 +42,8 @@ class ProgressLine:
     def _eta(self, done: int) -> str:
         if done <= self._start:
             return "ETA unknown"
-        a_unit_s = (time.monotonic() - self._started_s) / (done - self._start)
-        return f"ETA {_short(a_unit_s * (self._total - done))}"
+        unit_s = (time.monotonic() - self._started_s) / (done - self._start)
+        return f"ETA {_short(unit_s * (self._total - done))}"
 
 
 class Progress(ProgressLine):
@@ -66,9 +66,11 @@ class Progress(ProgressLine):
         self.remember(metrics)
         parts = {key[7:]: value for key, value in metrics.items() if key.startswith("reward/")}
         # A program may have reported them, under any name.
-        listed = ", ".join(f"{printable(name, keep='')} {each:.2f}" for name, each in parts.items())
-        added = {
-            "reward_mean": f" ({listed})" * (len(parts) > 1),
+        parts_text = ", ".join(
+            f"{printable(name, keep='')} {value:.2f}" for name, value in parts.items()
+        )
+        suffixes = {
+            "reward_mean": f" ({parts_text})" * (len(parts) > 1),
             "eval_reward": f" (step {self._evaluated})" * (self._evaluated < metrics["step"]),
         }
         forms = {
@@ -77,8 +79,8 @@ class Progress(ProgressLine):
             "eval_reward": "held-out {:.3f}",
             "response_len_mean": "{:.0f} tokens",
         }
-        shown = [
-            form.format(self._latest[key]) + added.get(key, "")
+        texts = [
+            form.format(self._latest[key]) + suffixes.get(key, "")
             for key, form in forms.items()
             if key in self._latest and not (key == "loss" and "reward_mean" in self._latest)
         ]
@@ -87,7 +89,7 @@ class Progress(ProgressLine):
             for stage in ("collect", "train", "publish", "eval")
             if _is_number(metrics.get(f"{stage}_s")) and metrics[f"{stage}_s"]
         ]
-        self.show(int(metrics["step"]), " · ".join(filter(None, [*shown, ", ".join(stages)])))
+        self.show(int(metrics["step"]), " · ".join(filter(None, [*texts, ", ".join(stages)])))
 
 
 def _short(seconds: float) -> str:

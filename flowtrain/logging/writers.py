@@ -64,7 +64,7 @@ class MetricsLog:
         """Return the last step whose metrics have the key; -1: there is none."""
         if not self.path.exists():
             return -1
-        return max((each["step"] for each in read_lines(self.path) if key in each), default=-1)
+        return max((line["step"] for line in read_lines(self.path) if key in line), default=-1)
 
     def close(self) -> None:
         """End all loggers; a second call does nothing."""
@@ -86,7 +86,7 @@ class TrajectoryLog:
         name: str = "trajectories",
         num_ranks: int = 1,
     ) -> None:
-        """Cuts what an earlier process logged after `resume_step`, rank 0 also what ranks did that
+        """Cut what an earlier process logged after `resume_step`, rank 0 also what ranks did that
         are no more.
 
         Rank 0 writes <name>.jsonl, rank r its own file, rank -1 none.
@@ -107,19 +107,19 @@ class TrajectoryLog:
         samples: Sequence[Sample] = (),
         policy: PolicyName = "planner",
     ) -> None:
-        """Appends the trajectories of `groups`.
+        """Append the trajectories of `groups`.
 
         Args:
             version: the weight version current when the step's rollouts began.
             samples: what is trained of the calls of `policy`.
         """
-        trained = {sample.sample_id: sample for sample in samples}
+        trained_samples = {sample.sample_id: sample for sample in samples}
         lines = []
         for group in groups:
-            for member, item in enumerate(group.trajectories):
-                record = trajectory_record(item, group.index)
+            for member, trajectory in enumerate(group.trajectories):
+                record = trajectory_record(trajectory, group.index)
                 for number, turn in enumerate(record["turns"]):
-                    sample = trained.get(SampleId(group.index, member, number))
+                    sample = trained_samples.get(SampleId(group.index, member, number))
                     if sample is not None:
                         call = turn if policy == turn["policy"] else turn[policy]
                         call["training"] = {
@@ -144,7 +144,7 @@ def trajectory_record(trajectory: Trajectory, group_index: int) -> dict[str, Any
         "group_index": group_index,
         "seed": trajectory.seed,
         "reward": trajectory.reward,
-        **({"policy_rewards": dict(own)} if (own := trajectory.policy_rewards) else {}),
+        **({"policy_rewards": dict(rewards)} if (rewards := trajectory.policy_rewards) else {}),
         "answer": trajectory.answer,
         "scored_by": trajectory.scored_by,
         **({"reward_parts": dict(parts)} if (parts := trajectory.reward_parts) else {}),
@@ -158,50 +158,50 @@ def trajectory_record(trajectory: Trajectory, group_index: int) -> dict[str, Any
         **({} if trajectory.hint_turn is None else {"hint_turn": trajectory.hint_turn}),
         "seconds": round(trajectory.seconds, 3),
         "turns": [
-            _turn_record(turn, before)
-            for turn, before in zip(trajectory.turns, (None, *trajectory.turns), strict=False)
+            _turn_record(turn, previous)
+            for turn, previous in zip(trajectory.turns, (None, *trajectory.turns), strict=False)
         ],
     }
 
 
-def _turn_record(turn: Turn, before: Turn | None) -> dict[str, Any]:
-    """The call that the turn began with stands among the turn's fields, those of other policies by
-    name. Of its prompt only those ids are written that the turn before has not.
+def _turn_record(turn: Turn, previous: Turn | None) -> dict[str, Any]:
+    """Convert a turn. The call that it began with stands among its fields, those of other policies
+    by name. Of its prompt only those ids are written that the turn before has not.
     """
     call = turn.call
-    num_before = 0 if before is None else num_shared(before.call.prompt_ids, call.prompt_ids)
+    num_known = 0 if previous is None else num_shared(previous.call.prompt_ids, call.prompt_ids)
     return {
         "policy": turn.policy,
         "response_text": call.text,
         "action": turn.action and asdict(turn.action),
-        "tool_calls": [_tool_call_record(each) for each in turn.tool_calls],
+        "tool_calls": [_tool_call_record(tool_call) for tool_call in turn.tool_calls],
         "problem": turn.problem,
         **({"evidence": turn.evidence} if turn.evidence else {}),
         "verdict": turn.verdict.value,
         "verdict_text": turn.verdict_text,
         **_call_record(call),
-        "prompt_shared": num_before,
-        "prompt_ids": list(call.prompt_ids[num_before:]),
+        "prompt_shared": num_known,
+        "prompt_ids": list(call.prompt_ids[num_known:]),
         "seconds": round(turn.seconds, 3),
         "plan_s": round(turn.plan_s, 3),
         # Calls of one response run at once.
-        "tool_s": round(max([0.0, *(used.result.seconds for used in turn.tool_calls)]), 3),
+        "tool_s": round(max([0.0, *(tool.result.seconds for tool in turn.tool_calls)]), 3),
         **({"rescued": list(turn.rescued)} if turn.rescued else {}),
-        **{name: _call_record(each) for name, each in turn.calls.items() if name != turn.policy},
+        **{name: _call_record(other) for name, other in turn.calls.items() if name != turn.policy},
     }
 
 
-def _tool_call_record(used: ToolCall) -> dict[str, Any]:
+def _tool_call_record(tool_call: ToolCall) -> dict[str, Any]:
     """Convert a call of a tool that a response asked for."""
     return {
-        "name": used.name,
-        "arguments": used.arguments,
-        "id": used.id,
-        "result": used.result.text,
-        "is_error": used.result.error is not None,
-        "seconds": round(used.result.seconds, 3),
-        **({"note": used.note} if used.note else {}),
-        **_code_seconds(used.result),
+        "name": tool_call.name,
+        "arguments": tool_call.arguments,
+        "id": tool_call.id,
+        "result": tool_call.result.text,
+        "is_error": tool_call.result.error is not None,
+        "seconds": round(tool_call.result.seconds, 3),
+        **({"note": tool_call.note} if tool_call.note else {}),
+        **_code_seconds(tool_call.result),
     }
 
 

@@ -64,24 +64,24 @@ def routes_problem(tokens: Sample | Call, sizes: tuple[int, int, int] | None = N
     if routes is None or not tokens.response_ids:
         return ""
     num_inputs = len(tokens.prompt_ids) + len(tokens.response_ids) - 1
-    own = routes.num_layers, routes.num_chosen
-    if min(own) < 1 or len(routes.experts) != num_inputs * routes.bytes_per_token:
+    dimensions = routes.num_layers, routes.num_chosen
+    if min(dimensions) < 1 or len(routes.experts) != num_inputs * routes.bytes_per_token:
         return f"its routes are not those of {num_inputs} tokens"
     if sizes is None:
         return ""
     words = memoryview(routes.experts).cast("H" if routes.is_wide else "B")
-    if own != sizes[:2] or max(words) >= sizes[2]:
+    if dimensions != sizes[:2] or max(words) >= sizes[2]:
         return "its routes are of another model"
     return ""
 
 
 def _id_problem(ids: Iterable[int], vocab_size: int) -> str:
-    worst = max(ids, default=0), min(ids, default=0)
+    extremes = max(ids, default=0), min(ids, default=0)
     return next(
         (
-            f"{i} is none of the model's {vocab_size} tokens"
-            for i in worst
-            if not 0 <= i < vocab_size
+            f"{token_id} is none of the model's {vocab_size} tokens"
+            for token_id in extremes
+            if not 0 <= token_id < vocab_size
         ),
         "",
     )

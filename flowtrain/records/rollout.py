@@ -10,7 +10,7 @@ from flowtrain.records.sampling import Call
 from flowtrain.records.task import Task
 
 PolicyName = str
-"""What the config calls a policy, which has a model, a trainer and versions of its own; AgentFlow's
+"""Name of a policy in the config; it has a model, a trainer and versions of its own. AgentFlow's
 are "planner", "verifier" and "refiner"."""
 
 MAX_TOOL_CALLS = 64
@@ -58,7 +58,7 @@ class ToolCall:
     id: str = ""
     """Names the call within its rollout, where the messages to the model do."""
     note: str = ""
-    """What the flow reads beside the command, "the first of 2 commands"."""
+    """Text that the flow reads beside the command, "the first of 2 commands"."""
 
 
 class Verdict(enum.StrEnum):
@@ -78,7 +78,7 @@ class Turn:
     has searched: one call, about all that the turn's command found. Those of other agents have
     one."""
     action: Action | None
-    """What AgentFlow's planner decided on; None of other agents, and of a malformed response."""
+    """Decision of AgentFlow's planner; None of other agents, and of a malformed response."""
     verdict: Verdict
     seconds: float
     plan_s: float = 0.0
@@ -90,7 +90,7 @@ class Turn:
     problem: str = ""
     """Why the response is malformed: nothing could be read, or no tool is called so; else ""."""
     evidence: str = ""
-    """What a refiner made of the tool's output, which the flow goes on with; "": as it is."""
+    """Tool's output as a refiner shortened it, which the flow goes on with; "": as it is."""
     rescued: tuple[str, ...] = ()
     """Lenient rules that it took to read the replies, as "planner/labels"."""
 
@@ -143,7 +143,7 @@ class Trajectory:
     """Rewards of the policies, where a function gave each its own: `reward` is then the first
     one's; {} where all have the one."""
     scored_by: str = ""
-    """Which rule, function or "judge" decided on the reward; ": " and why, where it failed."""
+    """Rule, function or "judge" that decided on the reward; ": " and why, where it failed."""
     analysis: str = ""
     """The analyst's text about the question, written before the first turn; "" without one."""
     error: str = ""
@@ -157,9 +157,9 @@ class Trajectory:
     hint_turn: int | None = None
     """The turn that read a hint first; None for a rollout without."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """What reward functions gave, by name and before weights, or what was reported; else {}."""
+    """Values of reward functions, by name and before weights, or what was reported; else {}."""
     turn_rewards: tuple[float, ...] = ()
-    """What each turn earned of the reward, from functions or the environment; () where only the
+    """Shares of the reward that turns earned, from functions or the environment; () where only the
     whole rollout has one."""
     rescued: tuple[str, ...] = ()
     """Lenient rules that it took to read the answer, as "generator/label"."""
@@ -170,7 +170,7 @@ class Trajectory:
     def num_sampled_tokens(self) -> int:
         """Tokens of calls that turns began with, without those of the rollout's parent."""
         policies = {turn.policy for turn in self.turns}
-        return sum(self.num_tokens(each) - self.num_shared(each) for each in policies)
+        return sum(self.num_tokens(policy) - self.num_shared(policy) for policy in policies)
 
     def num_tokens(self, policy: PolicyName) -> int:
         """Count the response tokens of a policy, a parent's among them."""
@@ -182,11 +182,11 @@ class Trajectory:
         """
         if self.branch is None:
             return 0
-        first = self.branch.turn
-        begun = 0  # also where a branch has failed before it began
-        if first < len(self.turns) and policy == self.turns[first].policy:
-            begun = min(self.branch.token, _num_tokens(self.turns[first : first + 1], policy))
-        return _num_tokens(self.turns[:first], policy) + begun
+        start = self.branch.turn
+        num_in_turn = 0  # also where a branch has failed before it began
+        if start < len(self.turns) and policy == self.turns[start].policy:
+            num_in_turn = min(self.branch.token, _num_tokens(self.turns[start : start + 1], policy))
+        return _num_tokens(self.turns[:start], policy) + num_in_turn
 
     def of_policy(self, policy: PolicyName) -> Trajectory:
         """Return the rollout as the trainer of a policy sees it: with that policy's reward, and as

@@ -37,7 +37,7 @@ class Sample:
     loss_weights: tuple[float, ...]
     """One per response token, before division by their sum over the global mini-batch."""
     minibatch: int = 0
-    """Which optimizer step of the batch it belongs to."""
+    """Optimizer step of the batch that it belongs to."""
     sample_id: SampleId | None = None
     """None for a sample whose log-probs nobody asks for, as in imitation."""
     sampling_mask: SamplingMask | None = None
@@ -47,7 +47,7 @@ class Sample:
     ref_logprobs: tuple[float, ...] = ()
     """The reference policy's, likewise."""
     divisor: float | None = None
-    """What the sample adds to the number that the loss of its mini-batch is divided by; None: the
+    """Summand of the number that the loss of its mini-batch is divided by; None: the
     sum of its loss weights. All samples of a batch have one, or none has."""
     routes: Routes | None = None
     """The sampler's; None for a dense model, and where nobody recorded them."""

@@ -28,7 +28,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample one response."""
+    """The parameters of sampling one response."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -75,15 +75,15 @@ class SamplingMask:
 
     @classmethod
     def of(cls, sets: Iterable[Sequence[int]]) -> SamplingMask:
-        """Example: SamplingMask.of([(5, 9), (2,)]) has the ids 5, 9, 2 and the counts 2, 1."""
+        """Join sets: SamplingMask.of([(5, 9), (2,)]) has the ids 5, 9, 2 and the counts 2, 1."""
         ids, counts = array("i"), array("i")
-        for each in sets:
-            ids.extend(each)
-            counts.append(len(each))
+        for token_ids in sets:
+            ids.extend(token_ids)
+            counts.append(len(token_ids))
         return cls(ids, counts)
 
     def first(self, num_tokens: int) -> SamplingMask:
-        """The mask of the first tokens."""
+        """Return the mask of the first tokens."""
         counts = self.counts[:num_tokens]
         return SamplingMask(self.ids[: sum(counts)], counts)
 
@@ -123,7 +123,7 @@ class Call:
     logprobs: tuple[float, ...]
     """The sampler's, one per response token, at its temperature and within the sampling mask."""
     spans: tuple[VersionSpan, ...]
-    """Which weights of this policy sampled which tokens; they cover the response."""
+    """Versions of this policy by the tokens that they sampled; they cover the response."""
     finish_reason: FinishReason
     text: str = ""
     """The response decoded for people, which engines leave out; training never reads it."""

@@ -42,7 +42,7 @@ class SubGoal:
     weight: float
     """Importance; those of a task sum to 1."""
     query: str = ""
-    """How to look for it, for a hint; "" where nobody wrote one."""
+    """Query that finds it, for a hint; "" where nobody wrote one."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -77,14 +77,15 @@ class Task:
     def prompt(self) -> str:
         """The question with its options by letter, unless it holds them so already."""
         options = list(zip(string.ascii_uppercase, self.choices, strict=False))
-        at = 0
+        end = 0
+        # Each option is looked for behind the one before it.
         for letter, option in options:
-            found = re.compile(rf"\b{letter}\b\W*{re.escape(option)}", re.IGNORECASE).search(
-                self.question, at
+            match = re.compile(rf"\b{letter}\b\W*{re.escape(option)}", re.IGNORECASE).search(
+                self.question, end
             )
-            if found is None:
-                return "\n".join([self.question, *(f"{a}. {option}" for a, option in options)])
-            at = found.end()
+            if match is None:
+                return "\n".join([self.question, *(f"{a}. {choice}" for a, choice in options)])
+            end = match.end()
         return self.question
 
     @property

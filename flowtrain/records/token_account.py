@@ -29,7 +29,7 @@ class TokenAccount:
     replayed: int = 0
     """Tokens of groups that were trained again, counted once per time."""
     fates: Mapping[str, int] = field(default_factory=dict)
-    """What became of them: `TRAINED`, or why they were not."""
+    """Tokens by what became of them: `TRAINED`, or why they were not."""
 
     @property
     def difference(self) -> int:
@@ -47,13 +47,13 @@ class TokenAccount:
     def text(self) -> str:
         """Write the equation in one line, without terms that are 0."""
         names = {"shared": "shared by branches", "replayed": "trained again"}
-        left = [f"{self.sampled:,} sampled"]
-        left += [f"{num:,} {what}" for name, what in names.items() if (num := getattr(self, name))]
-        others = {name: num for name, num in self.fates.items() if num and name != TRAINED}
-        fates = [TRAINED, *sorted(others, key=lambda name: (-others[name], name))]
-        right = [f"{self.fates.get(name, 0):,} {name.replace('_', ' ')}" for name in fates]
-        rest = f" + {self.difference:,} UNACCOUNTED FOR" if self.difference else ""
-        return f"{' + '.join(left)} = {' + '.join(right)}{rest}"
+        sources = [f"{self.sampled:,} sampled"]
+        sources += [f"{num:,} {x}" for name, x in names.items() if (num := getattr(self, name))]
+        other_fates = {name: num for name, num in self.fates.items() if num and name != TRAINED}
+        fates = [TRAINED, *sorted(other_fates, key=lambda name: (-other_fates[name], name))]
+        ends = [f"{self.fates.get(name, 0):,} {name.replace('_', ' ')}" for name in fates]
+        unaccounted = f" + {self.difference:,} UNACCOUNTED FOR" if self.difference else ""
+        return f"{' + '.join(sources)} = {' + '.join(ends)}{unaccounted}"
 
     def metrics(self) -> dict[str, int]:
         """Name the terms for a log."""

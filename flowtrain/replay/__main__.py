@@ -83,16 +83,16 @@ def _table(outcome: Outcome) -> str:
     if outcome.largest is not None:
         rows.append(("largest difference of a weight", f"{outcome.largest:.3g}"))
     rows.append(("seconds", f"{outcome.seconds:.2f}"))
-    found = [f"differs: {problem}" for problem in outcome.problems]
-    if not found and not outcome.is_equal:
-        found = ["the last version could not be compared (see weights.keep)"]
-    return "\n".join([aligned(rows), *(found or ["the run comes out as it was"])])
+    differences = [f"differs: {problem}" for problem in outcome.problems]
+    if not differences and not outcome.is_equal:
+        differences = ["the last version could not be compared (see weights.keep)"]
+    return "\n".join([aligned(rows), *(differences or ["the run comes out as it was"])])
 
 
 def _parser() -> argparse.ArgumentParser:
-    first, _, *rest = (__doc__ or "").strip().splitlines()
+    summary, _, *epilog_lines = (__doc__ or "").strip().splitlines()
     parser = argparse.ArgumentParser(
-        prog=_COMMAND, description=first, epilog=" ".join(rest), allow_abbrev=False
+        prog=_COMMAND, description=summary, epilog=" ".join(epilog_lines), allow_abbrev=False
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     text = "first step (default: the first on record); its weights and moments come from the "

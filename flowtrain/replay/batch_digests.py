@@ -37,14 +37,14 @@ def difference(batch: TrainBatch, recorded: Mapping[str, Any]) -> tuple[SampleId
 
     `recorded`: the digests of all samples of the step, those of all ranks.
     """
-    for sample in sorted(batch.samples, key=lambda each: each.sample_id or SampleId(-1, -1, -1)):
+    for sample in sorted(batch.samples, key=lambda item: item.sample_id or SampleId(-1, -1, -1)):
         assert sample.sample_id is not None, "samples of rollouts have ids"
-        before = recorded.get(_key(sample))
-        if before is None:
+        recorded_fields = recorded.get(_key(sample))
+        if recorded_fields is None:
             return sample.sample_id, f"{_name(sample.sample_id)} is trained, it was not"
-        now = _digests(sample)
-        for field, digest in now.items():
-            if digest != before.get(field, ""):  # an older log has no routes
+        fields = _digests(sample)
+        for field, digest in fields.items():
+            if digest != recorded_fields.get(field, ""):  # an older log has no routes
                 text = f"{_name(sample.sample_id)} differs in its {field.replace('_', ' ')}"
                 return sample.sample_id, text
     return None
@@ -52,8 +52,8 @@ def difference(batch: TrainBatch, recorded: Mapping[str, Any]) -> tuple[SampleId
 
 def missing(trained: set[SampleId], recorded: Mapping[str, Any]) -> tuple[SampleId, str] | None:
     """Name the first recorded sample that is none of `trained`, those of all ranks."""
-    every = (SampleId(*map(int, key.split("/"))) for key in recorded)
-    first = min((each for each in every if each not in trained), default=None)
+    sample_ids = (SampleId(*map(int, key.split("/"))) for key in recorded)
+    first = min((sample_id for sample_id in sample_ids if sample_id not in trained), default=None)
     return None if first is None else (first, f"{_name(first)} is not trained, it was")
 
 

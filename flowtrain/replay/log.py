@@ -77,14 +77,15 @@ class ReplayLog:
             world, lambda: self._write(step, rollouts, batch), other_failed=UserError
         )
         texts = world.gather_text(json.dumps(files))
-        every = {name: file for text in texts for name, file in json.loads(text).items()}
+        all_files = {name: file for text in texts for name, file in json.loads(text).items()}
 
         def append() -> None:
             if world.is_main:
-                self._append(step, {"files": every})
+                self._append(step, {"files": all_files})
 
+        # After the files of all ranks: a line stands for a step that is there as a whole.
         on_all_ranks(world, append, other_failed=UserError)
-        num_bytes = sum(file["num_bytes"] for file in every.values())
+        num_bytes = sum(file["num_bytes"] for file in all_files.values())
         return {"replay_log_s": time.monotonic() - started, "replay_log_bytes": num_bytes}
 
     def _begin(self, config: Config, start_step: int) -> None:
@@ -92,9 +93,9 @@ class ReplayLog:
         path = self._folder / "steps.jsonl"
         cut_lines(path, start_step or -1)
         with writing(self._folder):
-            for each in self._folder.glob("step_????????"):
-                if int(each.name[5:]) > start_step:
-                    remove(each)
+            for folder in self._folder.glob("step_????????"):
+                if int(folder.name[5:]) > start_step:
+                    remove(folder)
         if not self._is_on:
             return
         toml = to_toml(config).encode()
@@ -133,17 +134,17 @@ class ReplayLog:
 
 def encode(rollouts: Rollouts) -> bytes:
     """Return a rank's rollouts as bytes; the metrics are left out."""
-    kept = _Kept(tuple(rollouts.groups), tuple(rollouts.logprobs.items()))
-    return zlib.compress(pack(kept), _LEVEL)
+    record = _Kept(tuple(rollouts.groups), tuple(rollouts.logprobs.items()))
+    return zlib.compress(pack(record), _LEVEL)
 
 
 def decode(data: bytes) -> Rollouts:
     """Return the rollouts of `encode`. Raises UserError when the bytes are none."""
     try:
-        kept = unpack(zlib.decompress(data), _Kept)
+        record = unpack(zlib.decompress(data), _Kept)
     except (zlib.error, Refused) as error:
         raise UserError(f"the rollouts of a step cannot be read: {error}") from error
-    return Rollouts(kept.groups, dict(kept.logprobs), {})
+    return Rollouts(record.groups, dict(record.logprobs), {})
 
 
 def version_record(manifest: Manifest) -> dict[str, Any]:
@@ -152,27 +153,27 @@ def version_record(manifest: Manifest) -> dict[str, Any]:
     return {"root": manifest.root, "tensors": tensors}
 
 
-def chained(before: str, line: Mapping[str, Any]) -> str:
-    """Return the chain of a line: the SHA-256 of it, without its chain, and of the one `before`."""
+def chained(previous: str, line: Mapping[str, Any]) -> str:
+    """Return the chain of a line: the SHA-256 of it, without its chain, and of the one before."""
     plain = {key: value for key, value in line.items() if key != "chain"}
-    return hashlib.sha256(f"{before}{json.dumps(plain, sort_keys=True)}".encode()).hexdigest()
+    return hashlib.sha256(f"{previous}{json.dumps(plain, sort_keys=True)}".encode()).hexdigest()
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """The folder of a step's files."""
+    """Return the folder of a step's files."""
     return folder / f"step_{step:08d}"
 
 
 def rollouts_name(rank: int) -> str:
-    """The file of a rank's rollouts in the folder of a step."""
+    """Return the name of the file of a rank's rollouts in the folder of a step."""
     return f"rollouts.rank{rank}.z"
 
 
 def batch_name(rank: int) -> str:
-    """The file of the digests of a rank's batch in the folder of a step."""
+    """Return the name of the file of the digests of a rank's batch in the folder of a step."""
     return f"batch.rank{rank}.json"
 
 
 def config_path(folder: Path, start_step: int) -> Path:
-    """The file of the options with which a run began or went on after `start_step`."""
+    """Return the file of the options with which a run began or went on after `start_step`."""
     return folder / f"config.step_{start_step:08d}.toml"

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowtrain.config import Config
 from flowtrain.config.options import parse_over
@@ -26,11 +26,18 @@ from flowtrain.replay.log import (
 )
 from flowtrain.trainer.distributed import World
 
-_APART = ("log", "eval", "checkpoint", "weights", "dataflow")
-"""Sections that do not decide what is trained from given rollouts."""
-_APART_IN_RUN = {"dir", "resume", "profile", "dry_run", "threads"}
+_UNTRAINED_SECTIONS = ("log", "eval", "checkpoint", "weights", "dataflow")
+"""Sections that do not decide what is trained from given rollouts; in [run], these options."""
+_UNTRAINED_RUN_OPTIONS = {"dir", "resume", "profile", "dry_run", "threads"}
 
 Line = Mapping[str, Any]
+
+
+class Problem(NamedTuple):
+    """A line of the log that was changed or is missing."""
+
+    step: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +50,8 @@ class Recorded:
     """Lines of the run being opened, by the step that it began or went on after."""
     steps: Mapping[int, Line]
     """Lines of steps, without those that were changed."""
-    problems: tuple[tuple[int, str], ...]
-    """(step, what is wrong) in the order of steps: lines that were changed or are missing."""
+    problems: tuple[Problem, ...]
+    """Lines that were changed or are missing, in the order of steps."""
 
     @classmethod
     def read(cls, run: Path) -> Recorded:
@@ -52,24 +59,22 @@ class Recorded:
         path = log_path(run)
         lives: dict[int, Line] = {}
         steps: dict[int, Line] = {}
-        problems: list[tuple[int, str]] = []
-        before: tuple[str, ...] = ("",)
+        problems: list[Problem] = []
+        previous_chains: tuple[str, ...] = ("",)
         for number, line in enumerate(read_lines(path), 1):
-            step, own = int(line["step"]), [chained(each, line) for each in before]
+            step, expected = int(line["step"]), [chained(chain, line) for chain in previous_chains]
             # The next line follows from what stands here, or from what should.
-            before = (str(line.get("chain")), own[0])
-            if line.get("chain") in own:
+            previous_chains = (str(line.get("chain")), expected[0])
+            if line.get("chain") in expected:
                 (steps if "files" in line else lives)[step] = line
             else:
-                text = (
-                    f"{path} line {number}, of step {step}, was changed, or one before it is gone"
-                )
-                problems.append((step, text))
+                text = f"line {number}, of step {step}, was changed, or one before it is gone"
+                problems.append(Problem(step, f"{path} {text}"))
         if any("index.rank0.json" in line["files"] for line in steps.values()):
             raise UserError(
                 f"{path} is of an older version of flowtrain, which alone can replay it"
             )
-        problems += _missing_lines(path, steps, lives, {step for step, _ in problems})
+        problems += _missing_lines(path, steps, lives, {problem.step for problem in problems})
         return cls(run, path.parent, lives, steps, tuple(sorted(problems)))
 
     def life_of(self, step: int) -> int:
@@ -85,7 +90,7 @@ class Recorded:
         """Return the options of a life. Raises UserError when its line or its file was changed."""
         if life not in self.lives:
             opened = f"{self.folder} does not say how the run was opened after step {life}"
-            raise UserError("; ".join([opened, *(text for _, text in self.problems)]))
+            raise UserError("; ".join([opened, *(problem.text for problem in self.problems)]))
         path = config_path(self.folder, life)
         text = path.read_bytes() if path.is_file() else b""
         if hashlib.sha256(text).hexdigest() != self.lives[life]["opened"]["config"]:
@@ -99,29 +104,29 @@ class Recorded:
         """Return the last step that follows a life without a hole and with its options, as far as
         they decide what is trained.
         """
-        own, last = _trained_by(self.config(life)), max(self.steps)
-        holes = (step for step in range(life + 1, last) if self.is_hole(step))
-        last = next(holes, last + 1) - 1
-        for other in sorted(start for start in self.lives if start > life):
-            if _trained_by(self.config(other)) != own:
-                return min(other, last)
-        return last
+        options, last_step = _trained_by(self.config(life)), max(self.steps)
+        hole_steps = (step for step in range(life + 1, last_step) if self.is_hole(step))
+        last_step = next(hole_steps, last_step + 1) - 1
+        for later_life in sorted(start for start in self.lives if start > life):
+            if _trained_by(self.config(later_life)) != options:
+                return min(later_life, last_step)
+        return last_step
 
     def is_hole(self, step: int) -> bool:
         """Tell whether a step was trained without the option, so that nothing was kept of it."""
-        later = min((each for each in self.steps if each > step), default=0)
-        return step not in self.steps and any(step <= start < later for start in self.lives)
+        next_step = min((number for number in self.steps if number > step), default=0)
+        return step not in self.steps and any(step <= start < next_step for start in self.lives)
 
     def damage(self, step: int) -> list[str]:
         """Say which files of a step are not as they were written."""
-        found = []
+        problems = []
         for name, file in self.steps[step]["files"].items():
             path = step_folder(self.folder, step) / name
             if not path.is_file():
-                found.append(f"step {step}: {path} is missing")
+                problems.append(f"step {step}: {path} is missing")
             elif hashlib.sha256(path.read_bytes()).hexdigest() != file["sha256"]:
-                found.append(f"step {step}: {path} was changed")
-        return found
+                problems.append(f"step {step}: {path} was changed")
+        return problems
 
     def rollouts(self, step: int, world: World) -> Rollouts:
         """Read this rank's rollouts of a step: its own where there are as many ranks as there were,
@@ -131,12 +136,12 @@ class Recorded:
         if num_ranks == world.size:
             return self._of_rank(step, world.rank)
         groups = self.groups(step)[world.rank :: world.size]
-        own = {group.index for group in groups}
+        group_indices = {group.index for group in groups}
         logprobs = {
             sample_id: scored
             for rank in range(num_ranks)
             for sample_id, scored in self._of_rank(step, rank).logprobs.items()
-            if sample_id.group in own
+            if sample_id.group in group_indices
         }
         return Rollouts(groups, logprobs, {})
 
@@ -151,9 +156,9 @@ class Recorded:
         left_out: Counter[str] = Counter()
         samples: dict[str, Any] = {}
         for rank in range(int(self.steps[step]["num_ranks"])):
-            own = json.loads((step_folder(self.folder, step) / batch_name(rank)).read_bytes())
-            samples |= own["samples"]
-            left_out.update(own["left_out"])
+            digests = json.loads((step_folder(self.folder, step) / batch_name(rank)).read_bytes())
+            samples |= digests["samples"]
+            left_out.update(digests["left_out"])
         return {"left_out": left_out, "samples": samples}
 
     def _of_rank(self, step: int, rank: int) -> Rollouts:
@@ -161,17 +166,17 @@ class Recorded:
 
 
 def _missing_lines(
-    path: Path, steps: Mapping[int, Line], lives: Mapping[int, Line], known: set[int]
-) -> Iterator[tuple[int, str]]:
-    """Yield the steps without a line, but for those that are `known` to have a changed one."""
+    path: Path, steps: Mapping[int, Line], lives: Mapping[int, Line], changed_steps: set[int]
+) -> Iterator[Problem]:
+    """Yield the steps without a line, but for `changed_steps`, which have a changed one."""
     first = min(steps, default=0)
     for step in sorted(steps):
         # A run that was resumed without the option leaves a hole, behind which it was opened anew.
-        if step > first and not {step - 1} & (steps.keys() | lives.keys() | known):
-            yield step - 1, f"{path} has no line of step {step - 1}"
-    for step in sorted(_logged(path.parents[1]) - steps.keys() - known):
+        if step > first and not {step - 1} & (steps.keys() | lives.keys() | changed_steps):
+            yield Problem(step - 1, f"{path} has no line of step {step - 1}")
+    for step in sorted(_logged(path.parents[1]) - steps.keys() - changed_steps):
         if step > max(steps, default=0):
-            yield step, f"{path} has no line of step {step}, which metrics.jsonl has"
+            yield Problem(step, f"{path} has no line of step {step}, which metrics.jsonl has")
 
 
 def _logged(run: Path) -> set[int]:
@@ -181,6 +186,6 @@ def _logged(run: Path) -> set[int]:
 
 
 def _trained_by(config: Config) -> dict[str, Any]:
-    options = config.model_dump(exclude=set(_APART))
-    options["run"] = {k: v for k, v in options["run"].items() if k not in _APART_IN_RUN}
+    options = config.model_dump(exclude=set(_UNTRAINED_SECTIONS))
+    options["run"] = {k: v for k, v in options["run"].items() if k not in _UNTRAINED_RUN_OPTIONS}
     return options

@@ -35,15 +35,15 @@ class Outcome:
     """The result of a replay, the same on every rank."""
 
     steps: range
-    """Those that were asked for."""
+    """Steps that were asked for."""
     num_steps: int = 0
-    """Those that were made again."""
+    """Steps that were made again."""
     num_equal: int = 0
     """Versions whose every digest is that of the run; that before the first step counts too."""
     num_close: int = 0
     """Versions that differ by no more than the tolerance."""
     problems: list[str] = field(default_factory=list)
-    """What differs or was changed, in the order of steps."""
+    """Texts of what differs or was changed, in the order of steps."""
     notes: list[str] = field(default_factory=list)
     """Why bits cannot be expected, and what was not compared."""
     seconds: float = 0.0
@@ -80,6 +80,7 @@ class Session:
         steps, (lines, damage) = self.outcome.steps, self._damage()
         self.outcome.problems += lines
         started = time.monotonic()
+        # Of the start, too: from other weights no step can come out the same.
         goes_on = self._check_version(steps.start - 1)
         for step in steps if goes_on else ():
             if step in damage or not self._step(step):
@@ -94,19 +95,19 @@ class Session:
         lines: list[str] = []
         files: dict[int, list[str]] = {}
         if self.world.is_main:
-            lines = [text for _, text in self.recorded.problems]
-            named = {step for step, _ in self.recorded.problems}
+            lines = [problem.text for problem in self.recorded.problems]
+            steps_named = {problem.step for problem in self.recorded.problems}
             for step in self.outcome.steps:
                 if step in self.recorded.steps:
                     if texts := self.recorded.damage(step):
                         files[step] = texts
                 else:
-                    is_named = step in named
+                    is_named = step in steps_named
                     files[step] = [] if is_named else [f"step {step}: it has no line in the log"]
-        lines, found = json.loads(self.world.gather_text(json.dumps([lines, files]))[0])
-        for text in (*lines, *(text for texts in found.values() for text in texts)):
+        lines, files_by_step = json.loads(self.world.gather_text(json.dumps([lines, files]))[0])
+        for text in (*lines, *(text for texts in files_by_step.values() for text in texts)):
             self.say(text)
-        return lines, {int(step): texts for step, texts in found.items()}
+        return lines, {int(step): texts for step, texts in files_by_step.items()}
 
     def _step(self, step: int) -> bool:
         """Make a step again; False where it differs."""
@@ -130,72 +131,76 @@ class Session:
     def _batch_difference(self, step: int, batch: TrainBatch) -> str:
         """Name the first place where the batch is not that of the run, over all ranks."""
         recorded = self.recorded.batch(step)
-        own = {
+        local_facts = {
             "found": difference(batch, recorded["samples"]),
             "trained": [sample.sample_id for sample in batch.samples],
             "left_out": left_out(batch),
         }
-        every = [json.loads(text) for text in self.world.gather_text(json.dumps(own))]
-        trained = {SampleId(*each) for part in every for each in part["trained"]}
-        found = [(SampleId(*part["found"][0]), part["found"][1]) for part in every if part["found"]]
-        if (lost := missing(trained, recorded["samples"])) is not None:
-            found.append(lost)
-        if found:
-            return min(found)[1]
-        for reason, before in recorded["left_out"].items():
-            if (number := sum(part["left_out"].get(reason, 0) for part in every)) != before:
-                return f"{number} left out as {reason}, there were {before}"
+        rank_facts = [json.loads(text) for text in self.world.gather_text(json.dumps(local_facts))]
+        trained = {SampleId(*sample_id) for facts in rank_facts for sample_id in facts["trained"]}
+        found = [facts["found"] for facts in rank_facts if facts["found"]]
+        differences = [(SampleId(*sample_id), text) for sample_id, text in found]
+        if (missing_sample := missing(trained, recorded["samples"])) is not None:
+            differences.append(missing_sample)
+        if differences:
+            # The first of all ranks, so that each of them says the same.
+            return min(differences)[1]
+        for reason, recorded_count in recorded["left_out"].items():
+            count = sum(facts["left_out"].get(reason, 0) for facts in rank_facts)
+            if count != recorded_count:
+                return f"{count} left out as {reason}, there were {recorded_count}"
         return ""
 
     def _check_version(self, step: int) -> bool:
         """Compare the weights after `step` with the version of the run; False where they differ so
         much that nothing after them can be equal.
         """
-        theirs, outcome = self.recorded.version(step), self.outcome
-        names = () if theirs is None else differing(self._digests(), theirs)
+        recorded_digests, outcome = self.recorded.version(step), self.outcome
+        names = () if recorded_digests is None else differing(self._digests(), recorded_digests)
         if not names:
-            outcome.num_equal += theirs is not None
+            outcome.num_equal += recorded_digests is not None
             outcome.last_fine = step
             return True
-        found = self._difference(step, names)
-        if found.largest is not None:
-            outcome.largest = max(outcome.largest or 0.0, found.largest)
+        weight_difference = self._difference(step, names)
+        if weight_difference.largest is not None:
+            outcome.largest = max(outcome.largest or 0.0, weight_difference.largest)
         if self.tolerance is None:
-            self._differs(found.text)
+            self._differs(weight_difference.text)
             return not self.is_exact
-        if found.largest is None:
+        if weight_difference.largest is None:
             return True
-        if found.largest > self.tolerance:
-            return self._differs(found.text)
+        if weight_difference.largest > self.tolerance:
+            return self._differs(weight_difference.text)
         outcome.num_close += 1
         outcome.last_fine = step
         return True
 
     def _digests(self) -> dict[str, str]:
         """Compute the digests of the weights by tensor, on every rank."""
-        learner, own = self.learner, {}
+        learner, local_digests = self.learner, {}
         if isinstance(learner, Learner):
             dtype = getattr(torch, learner.config.model.dtype)
             ranks, threads = learner.components.placement.trainers, torch.get_num_threads()
-            found = digests_of(learner.weights, dtype, ranks, threads)
-            own = {name: digest_hex(digest) for name, digest in found.items()}
-        digests: dict[str, str] = json.loads(self.world.gather_text(json.dumps(own))[0])
+            digest_words = digests_of(learner.weights, dtype, ranks, threads)
+            local_digests = {name: digest_hex(digest) for name, digest in digest_words.items()}
+        digests: dict[str, str] = json.loads(self.world.gather_text(json.dumps(local_digests))[0])
         return digests
 
     def _difference(self, step: int, names: tuple[str, ...]) -> Difference:
         """Look for the first word that differs, where the run still has the version."""
         learner, config = self.learner, self.learner.config
-        ours = {}
+        weights = {}
         if isinstance(learner, Learner):
-            ours = whole(learner.weights)
-        found = unknown(step, names)
+            # Collective over the ranks that train, so before rank 0 alone compares.
+            weights = whole(learner.weights)
+        result = unknown(step, names)
         if self.world.is_main:
-            theirs = recorded_weights(self.recorded.run, config, step)
-            if theirs is not None:
+            recorded_tensors = recorded_weights(self.recorded.run, config, step)
+            if recorded_tensors is not None:
                 dtype = getattr(torch, config.model.dtype)
-                mine = {name: ours[name].to(dtype) for name in names if name in ours}
-                found = compare(step, names, mine, theirs)
-        text = json.dumps([found.where, found.largest])
+                replayed = {name: weights[name].to(dtype) for name in names if name in weights}
+                result = compare(step, names, replayed, recorded_tensors)
+        text = json.dumps([result.where, result.largest])
         where, largest = json.loads(self.world.gather_text(text)[0])
         return Difference(step, names, where, largest)
 
@@ -239,20 +244,20 @@ def _steps(recorded: Recorded, first: int | None, last: int | None) -> range:
     """Check the steps that are asked for against those on record."""
     if not recorded.steps:
         raise UserError(f"{recorded.folder} has no step yet")
-    known = range(min(recorded.steps), max(recorded.steps) + 1)
-    first = known.start if first is None else first
-    alike = recorded.last_alike(recorded.life_of(first))
+    known_steps = range(min(recorded.steps), max(recorded.steps) + 1)
+    first = known_steps.start if first is None else first
+    last_alike = recorded.last_alike(recorded.life_of(first))
     for key, step in (("--from", first), ("--to", last)):
-        if step is not None and (step not in known or recorded.is_hole(step)):
+        if step is not None and (step not in known_steps or recorded.is_hole(step)):
             raise UserError(f"{key} {step} is not on record; steps {_ranges(recorded.steps)} are")
     if last is not None and last < first:
         raise UserError(f"--to {last} is before --from {first}")
-    if last is not None and last > alike:
+    if last is not None and last > last_alike:
         raise UserError(
             f"--to {last}: the run went on with other options, or without log.replay, after step "
-            f"{alike}; replay up to there, and go on with --from"
+            f"{last_alike}; replay up to there, and go on with --from"
         )
-    return range(first, (alike if last is None else last) + 1)
+    return range(first, (last_alike if last is None else last) + 1)
 
 
 def _ranges(steps: Collection[int]) -> str:
@@ -287,10 +292,10 @@ def _start(recorded: Recorded, first: int) -> Path | None:
     root = recorded.run / "checkpoints"
     path = checkpoint.place(root, first - 1)
     if not (path / "state" / "state.json").is_file():
-        others = sorted(int(each.name[5:]) + 1 for each in root.glob("step_????????"))
+        starts = sorted(int(folder.name[5:]) + 1 for folder in root.glob("step_????????"))
         raise UserError(
             f"--from {first} needs the weights and moments after step {first - 1}, and {path} is "
-            f"not there; what can be begun with: {sorted({1, *others} & recorded.steps.keys())} "
+            f"not there; what can be begun with: {sorted({1, *starts} & recorded.steps.keys())} "
             "(checkpoint.every and checkpoint.keep keep more)"
         )
     checkpoint.verify(path)
@@ -303,8 +308,8 @@ def _placement(
     """Place the ranks as the run did where there are as many; say why bits cannot be expected."""
     notes = []
     lines = [recorded.steps[step] for step in steps if step in recorded.steps]
-    before: dict[str, Any] = dict(recorded.lives[recorded.life_of(steps.start)])
-    is_same = before["num_ranks"] == world.size
+    life: dict[str, Any] = dict(recorded.lives[recorded.life_of(steps.start)])
+    is_same = life["num_ranks"] == world.size
     placement = Placement.of(config, world) if is_same else Placement.colocated(world)
     if not all(_has_same_sums(line, world) for line in lines):
         numbers = " and ".join(map(str, sorted({line["num_ranks"] for line in lines})))
@@ -312,12 +317,10 @@ def _placement(
             f"{world.size} ranks replay what {numbers} trained: sums are taken in another order, "
             "so bits cannot be expected"
         )
-    here = {"torch": torch.__version__, "device": world.device.type}
-    for key, value in here.items():
-        if before["opened"][key] != value:
-            notes.append(
-                f"{key} is {value}, it was {before['opened'][key]}: bits cannot be expected"
-            )
+    machine = {"torch": torch.__version__, "device": world.device.type}
+    for key, value in machine.items():
+        if life["opened"][key] != value:
+            notes.append(f"{key} is {value}, it was {life['opened'][key]}: bits cannot be expected")
     return placement, notes
 
 

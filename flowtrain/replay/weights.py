@@ -24,7 +24,7 @@ class Difference:
 
     step: int
     tensors: tuple[str, ...]
-    """Those that differ, in the order of their names."""
+    """Tensors that differ, in the order of their names."""
     where: str
     """The first word that differs with both values, or why it is not known."""
     largest: float | None
@@ -86,14 +86,14 @@ def unknown(step: int, names: tuple[str, ...]) -> Difference:
 
 def _first_word(ours: Tensor, theirs: Tensor) -> str:
     words = u16_view(ours.contiguous()), u16_view(theirs.contiguous())
-    places = np.flatnonzero(words[0] != words[1])
-    if not len(places):
+    indices = np.flatnonzero(words[0] != words[1])
+    if not len(indices):
         return ""
-    word = int(places[0])
+    word = int(indices[0])
     element = word * 2 // ours.element_size()
-    here, there = (float(each.reshape(-1)[element]) for each in (ours, theirs))
-    place = tuple(int(i) for i in np.unravel_index(element, ours.shape)) if ours.dim() else ()
+    value, recorded = (float(tensor.reshape(-1)[element]) for tensor in (ours, theirs))
+    index = tuple(int(i) for i in np.unravel_index(element, ours.shape)) if ours.dim() else ()
     return (
         f"word {word} is {int(words[0][word]):#06x}, was {int(words[1][word]):#06x} (element "
-        f"{list(place)}: {here!r}, was {there!r}; {len(places):,} of {len(words[0]):,} words)"
+        f"{list(index)}: {value!r}, was {recorded!r}; {len(indices):,} of {len(words[0]):,} words)"
     )

@@ -47,14 +47,14 @@ def imitate_file(components: LearnerComponents, interrupt: Interrupt) -> int:
         on_all_ranks(world, read, other_failed=UserError)
     samples = [sample_of(call, config.rft.prompt_weight) for call in replies]
     batch = trainable(components, samples)
-    num_turns, *left_out = world.sum([len(batch.samples), *batch.num_filtered.values()])
-    num_excluded = named(list(batch.num_filtered), left_out)
+    num_turns, *excluded_counts = world.sum([len(batch.samples), *batch.num_filtered.values()])
+    num_excluded = named(list(batch.num_filtered), excluded_counts)
     key = f"rft.conversations={config.rft.conversations!r}"
-    told = f"{num_turns:.0f} replies{listed(', left out: {}', num_excluded)}"
+    summary = f"{num_turns:.0f} replies{listed(', left out: {}', num_excluded)}"
     if world.max([not batch.samples])[0]:
-        raise UserError(f"{key} leaves a rank without a reply: {told}")
+        raise UserError(f"{key} leaves a rank without a reply: {summary}")
     if world.is_main:
-        print(f"{key}: {told}", flush=True)
+        print(f"{key}: {summary}", flush=True)
     run_dir = components.open_run_dir()
     interrupt.defer()
     counts = {"num_turns": num_turns, "num_excluded": num_excluded}
@@ -82,47 +82,49 @@ def _conversation(row: Row, where: str) -> Asked:
     """Read a row. Raises UserError for what is none, or has what nobody would read."""
     messages = row.get("messages")
     for number, message in enumerate(messages if isinstance(messages, list) else ()):
-        known = message.items() if isinstance(message, dict) else ()
-        if other := next((k for k, value in known if k not in _KEYS and value is not None), ""):
-            raise UserError(f"{where}: messages.{number}.{other} is not read; take it out")
-    given = {key: row[key] for key in ("messages", "tools") if key in row}
+        items = message.items() if isinstance(message, dict) else ()
+        if unread_key := next(
+            (k for k, value in items if k not in _KEYS and value is not None), ""
+        ):
+            raise UserError(f"{where}: messages.{number}.{unread_key} is not read; take it out")
+    fields = {key: row[key] for key in ("messages", "tools") if key in row}
     if isinstance(messages, list):
-        given["messages"] = _with_ids(messages)
+        fields["messages"] = _with_ids(messages)
     try:
-        asked = chat.read(json.dumps(given).encode())
+        request = chat.read(json.dumps(fields).encode())
     except Refusal as refusal:
         raise UserError(f"{where}: {refusal}") from None
-    if all(message["role"] != "assistant" for message in asked.messages):
+    if all(message["role"] != "assistant" for message in request.messages):
         raise UserError(f"{where}: there is no message of the role 'assistant' to imitate")
-    if asked.messages[0]["role"] == "assistant":
+    if request.messages[0]["role"] == "assistant":
         raise UserError(f"{where}: the first message is a reply, and nothing asks for it")
-    return asked
+    return request
 
 
 def _with_ids(messages: Sequence[Any]) -> list[Any]:
     """Return messages as OpenAI has them: TRL's calls have objects as arguments and no ids, so that
     results go to the calls before them in their order, or by name.
     """
-    found: list[Any] = []
-    waiting: list[tuple[str, str]] = []
+    completed: list[Any] = []
+    pending: list[tuple[str, str]] = []
     for place, message in enumerate(messages):
         if not isinstance(message, dict):
-            found.append(message)
+            completed.append(message)
             continue
         message = {key: value for key, value in message.items() if value is not None}
         if isinstance(calls := message.get("tool_calls"), list):
             message["tool_calls"] = [
                 _call(call, f"call{place}_{number}") for number, call in enumerate(calls)
             ]
-            made = [call for call in message["tool_calls"] if isinstance(call, dict)]
-            waiting = [(str(c.get("id")), str(c.get("function", {}).get("name"))) for c in made]
-        elif message.get("role") == "tool" and "tool_call_id" not in message and waiting:
+            valid = [call for call in message["tool_calls"] if isinstance(call, dict)]
+            pending = [(str(c.get("id")), str(c.get("function", {}).get("name"))) for c in valid]
+        elif message.get("role") == "tool" and "tool_call_id" not in message and pending:
             name = message.get("name")
-            taken = next((each for each in waiting if each[1] == name), waiting[0])
-            waiting.remove(taken)
-            message["tool_call_id"] = taken[0]
-        found.append(message)
-    return found
+            answered = next((pair for pair in pending if pair[1] == name), pending[0])
+            pending.remove(answered)
+            message["tool_call_id"] = answered[0]
+        completed.append(message)
+    return completed
 
 
 def _call(call: Any, id: str) -> Any:
@@ -130,22 +132,22 @@ def _call(call: Any, id: str) -> Any:
         return call
     if isinstance(arguments := function.get("arguments"), dict):
         function = {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
-    given = {key: value for key, value in call.items() if value is not None}
-    return {"id": id, "type": "function", **given, "function": function}
+    fields = {key: value for key, value in call.items() if value is not None}
+    return {"id": id, "type": "function", **fields, "function": function}
 
 
-def _replies(dialect: Dialect, asked: Asked, where: str) -> Iterator[Call]:
+def _replies(dialect: Dialect, request: Asked, where: str) -> Iterator[Call]:
     """Yield the replies of a conversation. Raises UserError for one that the template cannot show
     as it would be sampled.
     """
-    messages, template = asked.messages, dialect.template
-    places = [place for place, each in enumerate(messages) if each["role"] == "assistant"]
+    messages, template = request.messages, dialect.template
+    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     conversation: Conversation | None = None
-    num_known = 0
+    num_read = 0
     for place in places:
         try:
-            conversation = _asking(dialect, conversation, messages[:place], num_known, asked.tools)
-            text = dialect.reply_text(messages[: place + 1], asked.tools)
+            conversation = _asking(dialect, conversation, messages[:place], num_read, request.tools)
+            text = dialect.reply_text(messages[: place + 1], request.tools)
         except TemplateRewrites as error:
             raise UserError(f"{where}: messages.{place}: {error}") from None
         ids = (*template.encode(text), template.end_id)
@@ -155,20 +157,20 @@ def _replies(dialect: Dialect, asked: Asked, where: str) -> Iterator[Call]:
         zeros = (0.0,) * len(ids)
         yield Call(conversation.prompt_ids, ids, zeros, (), FinishReason.STOP, text)
         conversation = conversation.add_response(ids, messages[place], ended=True)
-        num_known = place + 1
+        num_read = place + 1
 
 
 def _asking(
     dialect: Dialect,
-    before: Conversation | None,
+    previous: Conversation | None,
     messages: Sequence[Message],
-    num_known: int,
+    num_read: int,
     tools: Sequence[Message],
 ) -> Conversation:
     """Return the conversation that asks for the next reply. Raises TemplateRewrites."""
-    if before is not None:
+    if previous is not None:
         try:
-            return dialect.add(before, messages[num_known:])
+            return dialect.add(previous, messages[num_read:])
         except TemplateRewrites:
             pass  # As a program would be answered: the whole is read as text.
     return dialect.start(messages, tools)

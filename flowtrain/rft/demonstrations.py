@@ -33,7 +33,7 @@ _NOT_DECIDING = (
     *("model.dtype", "agent.eval_max_turns"),
     "judge.cache",
 )
-_OF_ENGINES = ("kind", "model", "temperature", "max_tokens")
+_ENGINE_KEYS = ("kind", "model", "temperature", "max_tokens")
 """The options of an engine that decide what it writes: not its address, key, prices or limits."""
 
 
@@ -41,10 +41,10 @@ def pins(config: Config) -> dict[str, Any]:
     """Return the options that decide about demonstrations, as JSON."""
     values = pinned(config, _DECIDING, _NOT_DECIDING)
     for key, value in pinned(config, ("engines",), ()).items():
-        if key.rpartition(".")[2] in _OF_ENGINES:
+        if key.rpartition(".")[2] in _ENGINE_KEYS:
             values[key] = value
-    own = {"rft.expert": config.rft.expert, "rft.fictional": config.rft.fictional}
-    return {**values, **own, "run.seed": config.run.seed, "train.policy": config.train.policy}
+    rft_pins = {"rft.expert": config.rft.expert, "rft.fictional": config.rft.fictional}
+    return {**values, **rft_pins, "run.seed": config.run.seed, "train.policy": config.train.policy}
 
 
 def open_log(config: Config) -> DemonstrationLog:
@@ -53,18 +53,18 @@ def open_log(config: Config) -> DemonstrationLog:
     Raises UserError for a folder of another run, and for demonstrations that other options made.
     """
     folder = Path(config.run.dir)
-    now = pins(config)
+    current_pins = pins(config)
     manifest = folder / "manifest.json"
     resumes = config.run.resume == "auto" and manifest.exists()
     if resumes:
-        begun = json.loads(manifest.read_text()).get(PINS)
-        if begun is None:
+        recorded_pins = json.loads(manifest.read_text()).get(PINS)
+        if recorded_pins is None:
             raise UserError(
                 f"--run.dir {folder} is the folder of another run, without a teacher; choose "
                 "another"
             )
-        check_same(folder, begun, now, "--run.dir")
-    return DemonstrationLog(folder, now, resumes=resumes)
+        check_same(folder, recorded_pins, current_pins, "--run.dir")
+    return DemonstrationLog(folder, current_pins, resumes=resumes)
 
 
 class DemonstrationLog(RolloutLog[int]):
@@ -73,7 +73,7 @@ class DemonstrationLog(RolloutLog[int]):
     def __init__(self, folder: Path, pins: Mapping[str, Any], *, resumes: bool) -> None:
         super().__init__(folder, resumes=resumes)
         self.facts = {PINS: pins}
-        """What the run's manifest must hold."""
+        """Entries that the run's manifest must hold."""
 
     def key(self, record: Mapping[str, Any]) -> int:
         return int(record["group_index"])
@@ -89,8 +89,8 @@ class DemonstrationLog(RolloutLog[int]):
 
         Of several ranks none asks, so that failed ones stay so. Raises UserError where they had to.
         """
-        there = {n for n, entry in self.entries.items() if num_ranks > 1 or not entry.error}
-        missing = [number for number in range(num_rollouts) if number not in there]
+        done_numbers = {n for n, entry in self.entries.items() if num_ranks > 1 or not entry.error}
+        missing = [number for number in range(num_rollouts) if number not in done_numbers]
         if missing and num_ranks > 1:
             raise UserError(
                 f"{self.path} has {num_rollouts - len(missing)} of rft.num_rollouts="
@@ -111,11 +111,11 @@ class DemonstrationLog(RolloutLog[int]):
 
     def read(self, numbers: Sequence[int]) -> Iterator[Trajectory]:
         """Read the last rollout of each of these numbers. Raises UserError for a damaged line."""
-        wanted, latest = set(numbers), dict[int, str]()
+        wanted_numbers, packed_by_number = set(numbers), dict[int, str]()
         for record in read_lines(self.path) if self.path.exists() else ():
-            if record["group_index"] in wanted:
-                latest[record["group_index"]] = record["group"]
-        for number, packed in sorted(latest.items()):
+            if record["group_index"] in wanted_numbers:
+                packed_by_number[record["group_index"]] = record["group"]
+        for number, packed in sorted(packed_by_number.items()):
             try:
                 (trajectory,) = unpack_group(base64.b64decode(packed, validate=True)).trajectories
             except (Refused, binascii.Error) as error:

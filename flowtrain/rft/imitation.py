@@ -48,8 +48,8 @@ def sample_of(call: Call, prompt_weight: float) -> Sample:
 def trainable(components: LearnerComponents, samples: Sequence[Sample]) -> TrainBatch:
     """Leave out, and count, what cannot be trained or is longer than `rft.max_tokens`."""
     shape = components.model.config
-    most = components.config.rft.max_tokens or math.inf
-    short = tuple(s for s in samples if len(s.prompt_ids) + len(s.response_ids) <= most)
+    max_tokens = components.config.rft.max_tokens or math.inf
+    short = tuple(s for s in samples if len(s.prompt_ids) + len(s.response_ids) <= max_tokens)
     num_long = len(samples) - len(short)
     return filter_samples(
         TrainBatch(short, num_filtered={FilterReason.TOO_LONG: num_long}),
@@ -94,7 +94,7 @@ def _imitate(
     )
     cost = ForwardCost.of(components.model).flops
     seed = derive_seed(config.run.seed, "batches", world.rank)
-    rest = batches(samples, rft.batch_size // world.size, seed)
+    batch_stream = batches(samples, rft.batch_size // world.size, seed)
     metrics = None
     if world.is_main:
         metrics = MetricsLog(run_dir.path, tensorboard=config.log.tensorboard)
@@ -102,11 +102,12 @@ def _imitate(
     step = 0
     for step in range(1, num_steps + 1):
         trainer.set_lr(linear(rft.lr, step, num_steps, rft.warmup_steps))
-        rows = [pack_rows(next(rest), config.train.row_budget)]
+        rows = [pack_rows(next(batch_stream), config.train.row_budget)]
         stats = trainer.step(balance(rows, cost, world, num_takers=world.size), step)
         if metrics is not None and step % 10 == 0:
             metrics.log({"step": step, **stats})
         progress.update({"step": step, "loss": stats["loss"]})
+        # Collective, so that all ranks end after the same step.
         if step % 10 == 0 and world.max([interrupt.requested])[0]:
             break
     if metrics is not None:
@@ -127,9 +128,11 @@ def batches(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterator[l
 
 def _export(components: LearnerComponents, path: Path, facts: dict[str, Any]) -> None:
     """Write the model for `from_pretrained`, and what it was made from; collective."""
+    # Collective, so before the other ranks return.
     weights = full_weights(components.model)
     if not components.world.is_main:
         return
+    # Written beside and then moved: what stands there is a whole model.
     scratch = path.with_name(f"{path.name}.writing")
     with writing_tensors(path):
         remove(scratch)
@@ -148,5 +151,5 @@ def named(names: Sequence[str], counts: Sequence[float]) -> dict[str, int]:
 
 def listed(form: str, counts: Mapping[str, int]) -> str:
     """Format counts by name, or nothing where there are none."""
-    listed = ", ".join(f"{number} {name}" for name, number in counts.items())
-    return form.format(listed) if counts else ""
+    text = ", ".join(f"{number} {name}" for name, number in counts.items())
+    return form.format(text) if counts else ""

@@ -66,23 +66,23 @@ def rft(config: Config) -> int:
             interrupt = cleanup.enter_context(Interrupt())
             return imitate_file(LearnerComponents.load(config, placement), interrupt)
         log = None if config.rft.expert in EXPERTS else open_log(config)
-        missing = [] if log is None else log.missing(config.rft.num_rollouts, world.size)
+        missing_numbers = [] if log is None else log.missing(config.rft.num_rollouts, world.size)
         interrupt = cleanup.enter_context(Interrupt())
         components = RunComponents.prepare(
             config,
             placement,
-            asked=asked_policies(config),
-            others={TEACHER: config.rft.expert} if missing else {},
+            asked_policies=asked_policies(config),
+            extra_roles={TEACHER: config.rft.expert} if missing_numbers else {},
             fictional=config.rft.fictional,
         )
         cleanup.callback(components.close)
-        return _run(components, log, missing, interrupt, cleanup)
+        return _run(components, log, missing_numbers, interrupt, cleanup)
 
 
 def _run(
     components: RunComponents,
     log: DemonstrationLog | None,
-    missing: Sequence[int],
+    missing_numbers: Sequence[int],
     interrupt: Interrupt,
     cleanup: ExitStack,
 ) -> int:
@@ -98,17 +98,17 @@ def _run(
         interrupt.defer()
     else:
         interrupt.defer()
-        demonstrations = _learn_from_teacher(components, agent, log, missing, interrupt)
-        if missing and interrupt.requested:
+        demonstrations = _learn_from_teacher(components, agent, log, missing_numbers, interrupt)
+        if missing_numbers and interrupt.requested:
             print(
                 f"{log.num_done} of {config.rft.num_rollouts} rollouts are in {log.path}; "
                 "--resume auto asks for the others"
             )
             return INTERRUPTED
-    kept, rejected = _select(config, demonstrations)
-    samples, num_malformed = _imitated(components, agent, kept)
+    kept_rollouts, num_rejected = _select(config, demonstrations)
+    samples, num_malformed = _imitated(components, agent, kept_rollouts)
     batch = trainable(components, samples)
-    counts = _count(components, demonstrations, rejected, num_malformed, batch)
+    counts = _count(components, demonstrations, num_rejected, num_malformed, batch)
     if log is not None:
         counts["usage"] = asdict(log.usage)
         if components.world.is_main:
@@ -127,9 +127,9 @@ def _open(
     policy, asked = config.train.policy, asked_policies(config)
     store = WeightStore(Path(config.run.dir) / "weights")
     engines = components.make_policy_engines({policy: store}, asked)
-    made = components.make_agent(engines, config.agent.max_turns)
-    cleanup.callback(made.close)
-    agent = make_expert(components, made)
+    policy_agent = components.make_agent(engines, config.agent.max_turns)
+    cleanup.callback(policy_agent.close)
+    agent = make_expert(components, policy_agent)
     run_dir = components.open_run_dir(facts)
     if facts and components.world.is_main:  # for the viewer, of the rollouts that are logged
         tokenizer = components.policies[config.first_policy].tokenizer
@@ -145,7 +145,7 @@ def _select(
 ) -> tuple[list[Trajectory], Counter[str]]:
     """Return the rollouts to imitate, and the counts of the others by one of REJECTIONS."""
     reasons = [_rejection(config, trajectory) for trajectory in demonstrations]
-    kept = [t for t, reason in zip(demonstrations, reasons, strict=True) if not reason]
+    kept = [rollout for rollout, reason in zip(demonstrations, reasons, strict=True) if not reason]
     return kept, Counter(filter(None, reasons))
 
 
@@ -158,23 +158,23 @@ def _rejection(config: Config, trajectory: Trajectory) -> str:
 
 
 def _imitated(
-    components: RunComponents, agent: Agent, kept: Sequence[Trajectory]
+    components: RunComponents, agent: Agent, kept_rollouts: Sequence[Trajectory]
 ) -> tuple[list[Sample], int]:
     """Return what the trained policy said in the kept rollouts, as samples, and the number of a
     teacher's replies that could not be read, which nobody imitates.
     """
     config, tokenizer = components.config, components.tokenizer
     policy = config.train.policy
-    turns = [turn for t in kept for turn in t.turns if policy in turn.calls]
-    said = turns
+    turns = [turn for rollout in kept_rollouts for turn in rollout.turns if policy in turn.calls]
+    readable_turns = turns
     if config.rft.expert not in EXPERTS:
-        said = [turn for turn in turns if is_readable(turn, policy)]
-    samples = [sample_of(turn.calls[policy], config.rft.prompt_weight) for turn in said]
+        readable_turns = [turn for turn in turns if is_readable(turn, policy)]
+    samples = [sample_of(turn.calls[policy], config.rft.prompt_weight) for turn in readable_turns]
     if policy == "planner" and config.roles.refiner == POLICY:
         # The same weights learn both, each from what it read.
         assert isinstance(agent, Flow), "other agents have no roles"
-        samples += refinements(agent, kept, tokenizer, config.agent.max_result_chars)
-    return samples, len(turns) - len(said)
+        samples += refinements(agent, kept_rollouts, tokenizer, config.agent.max_result_chars)
+    return samples, len(turns) - len(readable_turns)
 
 
 def _count(
@@ -186,10 +186,10 @@ def _count(
 ) -> dict[str, Any]:
     """Print and return what was kept and what was not, over all ranks; collective."""
     config, world = components.config.rft, components.world
-    reward = sum(t.reward or 0 for t in demonstrations)
-    why_not = [rejected[reason] for reason in REJECTIONS]
-    own = [reward, len(batch.samples), *why_not, num_malformed, *batch.num_filtered.values()]
-    reward, num_samples, *counts = world.sum(own)
+    reward = sum(rollout.reward or 0 for rollout in demonstrations)
+    reasons = [rejected[reason] for reason in REJECTIONS]
+    local = [reward, len(batch.samples), *reasons, num_malformed, *batch.num_filtered.values()]
+    reward, num_samples, *counts = world.sum(local)
     num_rejected = named(REJECTIONS, counts)
     num_excluded = named(("malformed", *batch.num_filtered), counts[len(REJECTIONS) :])
     num_kept = config.num_rollouts - sum(num_rejected.values())
@@ -225,20 +225,20 @@ def _learn_from_teacher(
     components: RunComponents,
     agent: Agent,
     log: DemonstrationLog,
-    missing: Sequence[int],
+    missing_numbers: Sequence[int],
     interrupt: Interrupt,
 ) -> list[Trajectory]:
     """Collect the teacher's rollouts that are missing, and read this rank's share of all."""
     config, world = components.config, components.world
     tasks = draw_tasks(components.tasks, config)
     log.check(tasks)
-    if missing:
-        num_done = len(tasks) - len(missing)
+    if missing_numbers:
+        num_done = len(tasks) - len(missing_numbers)
         seed = derive_seed(config.run.seed, "rft")
         # A number has a seed of its own, so that it does not matter which others are asked for.
-        seeds = {number: derive_seed(seed, number, tasks[number].id) for number in missing}
+        seeds = {number: derive_seed(seed, number, tasks[number].id) for number in missing_numbers}
         ask(
-            [Question(n, n, agent, tasks[n], seeds[n]) for n in missing],
+            [Question(n, n, agent, tasks[n], seeds[n]) for n in missing_numbers],
             log,
             max_in_flight=config.rollout.max_in_flight,
             progress=ProgressLine(len(tasks), num_done, True, unit="rollout"),

@@ -22,7 +22,7 @@ _PORT = 8450
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command and return its exit code."""
     protect_output()
     arguments = _parser().parse_args(argv)
     try:

@@ -45,14 +45,14 @@ _STYLE = {
 
 
 def run_figure(series: Mapping[str, Series], title: str) -> Figure:
-    """The panels of one run for which something was logged."""
-    shown = [(panel, curves) for panel in PANELS if (curves := panel.curves(series))]
-    num_rows = max(math.ceil(len(shown) / _NUM_COLUMNS), 1)
+    """Draw the panels of one run for which something was logged."""
+    panels = [(panel, curves) for panel in PANELS if (curves := panel.curves(series))]
+    num_rows = max(math.ceil(len(panels) / _NUM_COLUMNS), 1)
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
     figure = Figure(figsize=(16, 4.5 * num_rows), layout=layout)
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=15, fontweight="bold", x=0.012, ha="left")
-    for place, (panel, curves) in enumerate(shown, 1):
+    for place, (panel, curves) in enumerate(panels, 1):
         _draw(figure.add_subplot(num_rows, _NUM_COLUMNS, place), panel, curves)
     return figure
 
@@ -87,9 +87,12 @@ def _plot(axes: Any, curve: Curve, **look: str) -> None:
 def _stack(axes: Any, curves: Sequence[Curve]) -> None:
     """Stack trailing means; a curve that has no value at a step counts as 0 there."""
     steps = sorted({step for curve in curves for step in curve.series[0]})
-    values = [dict(zip(*curve.series, strict=True)) for curve in curves]
+    values_by_step = [dict(zip(*curve.series, strict=True)) for curve in curves]
     window = _window(len(steps))
-    columns = [trailing_mean([each.get(step, 0.0) for step in steps], window) for each in values]
+    columns = [
+        trailing_mean([value_by_step.get(step, 0.0) for step in steps], window)
+        for value_by_step in values_by_step
+    ]
     edges: list[float] = list(steps)
     if len(steps) == 1:
         edges, columns = [steps[0] - 0.4, steps[0] + 0.4], [column * 2 for column in columns]
@@ -105,7 +108,7 @@ def _window(num_values: int) -> int:
 
 
 def trailing_mean(values: list[float], window: int) -> list[float]:
-    """Mean of each value and up to `window - 1` before it."""
+    """Compute the mean of each value and up to `window - 1` before it."""
     parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
     return [sum(part) / len(part) for part in parts]
 

@@ -31,7 +31,7 @@ MOST_POINTS = 1000
 """Points of a curve; a longer one is thinned out evenly."""
 
 
-class Run:
+class LoggedRun:
     """A run folder, read but for the rollouts, of which it knows where they lie. UserError where
     the folder is no run.
     """
@@ -45,19 +45,21 @@ class Run:
         self._series: dict[str, Series] = {}
         if (path / "metrics.jsonl").is_file() and (path / "metrics.jsonl").stat().st_size:
             self._series = self._try({}, read_series, path)
-        none: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-        self._before, self._after = self._try(none, results, path)
+        no_results: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        self._before, self._after = self._try(no_results, results, path)
         self.places: list[Place] = []
         for split in LOGS:
             self.places += self._try(list[Place](), find_rollouts, path, split)
-        tokenizer = path / "tokenizer.json"
-        self._tokenizer = Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None
+        tokenizer_path = path / "tokenizer.json"
+        self._tokenizer = (
+            Tokenizer.from_file(str(tokenizer_path)) if tokenizer_path.is_file() else None
+        )
         self._note_what_is_missing()
 
     def data(self, num_rollouts: int) -> dict[str, Any]:
-        """Bytes of a page with about so many rollouts."""
-        chosen = choose(self.places, num_rollouts)
-        rollouts = [rollout_record(place, place.read(), self._tokenizer) for place in chosen]
+        """Return what the page shows, with about so many rollouts."""
+        shown_places = choose(self.places, num_rollouts)
+        rollouts = [rollout_record(place, place.read(), self._tokenizer) for place in shown_places]
         seconds, account = total_seconds(self._series), total_tokens(self._series)
         tokens = [("Tokens", account.text())] if account.sampled else []
         last_step = max((steps[-1] for steps, _ in self._series.values()), default=None)
@@ -80,7 +82,7 @@ class Run:
             ],
             "results": comparison_rows(self._before, self._after),
             "rollouts": rollouts,
-            "shown": self._shown(chosen),
+            "shown": self._shown(shown_places),
             "notes": self.notes,
         }
         return dict(json_value(data))
@@ -95,7 +97,7 @@ class Run:
 
     def _note_what_is_missing(self) -> None:
         is_training = "num_steps" in self._config.get("train", {}) and bool(self.places)
-        missing = {
+        notes = {
             "The run has not finished, or was interrupted: there is no summary.json yet.": (
                 is_training and not (self.path / "summary.json").is_file()
             ),
@@ -105,26 +107,26 @@ class Run:
                 self.places and self._tokenizer is None
             ),
         }
-        self.notes += [note for note, holds in missing.items() if holds]
+        self.notes += [note for note, holds in notes.items() if holds]
 
     def _ends(self, key: str) -> list[float]:
-        """First and last value of a metric; [] where none was logged."""
+        """Return the first and last value of a metric; [] where none was logged."""
         _, values = self._series.get(key, ([], []))
         return [values[0], values[-1]] if values else []
 
     def _rewards(self) -> list[float]:
-        """Held-out reward at first and at last: where training has ended, that of its report."""
+        """Return the held-out reward at first and at last, as reported where training has ended."""
         first_and_last = self._ends("eval_reward")
         if first_and_last and "eval_reward" in self._after:
             first_and_last[-1] = self._after["eval_reward"]
         return first_and_last
 
-    def _shown(self, chosen: Sequence[Place]) -> str:
+    def _shown(self, shown_places: Sequence[Place]) -> str:
         """Say in a sentence which rollouts the page has."""
-        if len(chosen) == len(self.places):
-            return f"All {len(chosen):,} logged rollouts."
+        if len(shown_places) == len(self.places):
+            return f"All {len(shown_places):,} logged rollouts."
         counts = " and ".join(
-            f"{sum(place.split == split for place in chosen):,} of {total:,} {name}"
+            f"{sum(place.split == split for place in shown_places):,} of {total:,} {name}"
             for split, name in (("train", "training"), ("held-out", "held-out"))
             if (total := sum(place.split == split for place in self.places))
         )

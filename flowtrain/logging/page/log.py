@@ -56,8 +56,8 @@ def is_right(reward: float | None) -> bool:
 
 
 def find_rollouts(run_dir: Path, split: str) -> list[Place]:
-    """Every rollout in the logs of a split; UserError where one is damaged elsewhere than in its
-    last line.
+    """Find every rollout in the logs of a split; UserError where one is damaged elsewhere than in
+    its last line.
     """
     places: list[Place] = []
     for path in sorted(run_dir.glob(f"{LOGS[split]}.*jsonl")):
@@ -71,24 +71,24 @@ def find_rollouts(run_dir: Path, split: str) -> list[Place]:
 
 
 def choose(places: Sequence[Place], number: int) -> list[Place]:
-    """At most `number` rollouts in whole groups, a quarter of them held-out; but one group where
-    not even that fits.
+    """Choose at most `number` rollouts in whole groups, a quarter of them held-out; but one group
+    where not even that fits.
     """
     train, held_out = ([place for place in places if place.split == split] for split in LOGS)
     num_held_out = min(len(held_out), max(number // HELD_OUT_SHARE, number - len(train)))
-    chosen = [
+    shown_places = [
         *_choose_evenly(train, number - num_held_out),
         *_choose_evenly(held_out, num_held_out),
     ]
-    if not chosen and places and number:
-        chosen = _groups(places)[0]
+    if not shown_places and places and number:
+        shown_places = _groups(places)[0]
     return sorted(
-        chosen, key=lambda place: (place.step, place.split, place.group_index, place.member)
+        shown_places, key=lambda place: (place.step, place.split, place.group_index, place.member)
     )
 
 
 def _choose_evenly(places: Sequence[Place], number: int) -> Iterable[Place]:
-    """Whole groups at even distances over the steps."""
+    """Choose whole groups at even distances over the steps."""
     if number >= len(places):
         return places
     groups = _groups(places)
@@ -103,8 +103,8 @@ def _groups(places: Iterable[Place]) -> list[list[Place]]:
 
 
 def spread(items: Sequence[T], number: int) -> list[T]:
-    """`number` of the items at even distances, first and last among them; all where there are not
-    so many.
+    """Return `number` of the items at even distances, first and last among them; all where there
+    are not so many.
     """
     if number >= len(items):
         return list(items)

@@ -16,7 +16,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from flowtrain.logging.page.data import Run
+from flowtrain.logging.page.data import LoggedRun
 from flowtrain.utils.text import printable
 
 MAX_BYTES = 18_000_000
@@ -32,10 +32,11 @@ def page_data(run_dir: Path, num_rollouts: int, max_bytes: int = MAX_BYTES) -> d
     """Return what the page of a run shows, with at most `num_rollouts` rollouts, or fewer where it
     would be larger than `max_bytes`.
     """
-    run = Run(run_dir)
+    run = LoggedRun(run_dir)
     if run.places:  # a rollout takes about as much here as in the log
         mean_bytes = sum(place.end - place.start for place in run.places) / len(run.places)
         num_rollouts = min(num_rollouts, int(2 * max_bytes / mean_bytes) + 1)
+    # Rollouts differ in size: what the mean promised is corrected until the page fits.
     while True:
         data = run.data(num_rollouts)
         num_bytes, num_shown = len(json_block(data)), len(data["rollouts"])
@@ -45,7 +46,7 @@ def page_data(run_dir: Path, num_rollouts: int, max_bytes: int = MAX_BYTES) -> d
 
 
 def render(data: dict[str, Any]) -> str:
-    """Pure ASCII but for the title and our own files."""
+    """Write the page as HTML, pure ASCII but for the title and our own files."""
     assets = files(__package__)
     style, *parts = (
         (assets / name).read_text("utf-8") for name in ("page.css", "base.js", "page.js")
@@ -63,13 +64,13 @@ def render(data: dict[str, Any]) -> str:
 
 
 def json_block(data: Any) -> str:
-    """JSON in which no tag, comment or entity can begin: `<`, `>`, `&` and all beyond ASCII are
-    escaped, lone surrogates too.
+    """Write JSON in which no tag, comment or entity can begin: `<`, `>`, `&` and all beyond ASCII
+    are escaped, lone surrogates too.
     """
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _hash(text: str) -> str:
-    """A source expression of Content-Security-Policy."""
+    """Return a source expression of Content-Security-Policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -43,13 +43,13 @@ class Panel:
             if name == key or (key.endswith("/") and name.startswith(key))
         ]
 
-    def record(self, curves: Sequence[Curve], most: int) -> dict[str, Any]:
+    def record(self, curves: Sequence[Curve], max_points: int) -> dict[str, Any]:
         """Return a panel of these curves as JSON values; a curve of more points is thinned out."""
         lines = [
             {
                 "label": curve.label,
                 "is_sparse": curve.is_sparse,
-                "points": spread(list(zip(*curve.series, strict=True)), most),
+                "points": spread(list(zip(*curve.series, strict=True)), max_points),
             }
             for curve in curves
         ]

@@ -19,30 +19,32 @@ _CUT_OFF = ("length", "deadline")
 def rollout_record(
     place: Place, record: Mapping[str, Any], tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """A line of the log, with text for token ids and with what the page filters by."""
+    """Return a line of the log, with text for token ids and with what the page filters by."""
     group = f"{place.split}.{place.step}.{place.group_index}"
-    logged: list[dict[str, Any]] = record["turns"]
+    turns: list[dict[str, Any]] = record["turns"]
     return _cut(record) | {
         "id": f"{group}.{place.member}",
         "group": group,
         "split": place.split,
         "seed": str(record["seed"]),  # 64 bits, of which a number in JavaScript holds 53
-        "outcomes": _outcomes(place, record["truncated"], logged),
-        "turns": [_turn_record(turn, tokenizer) for turn in logged],
+        "outcomes": _outcomes(place, record["truncated"], turns),
+        "turns": [_turn_record(turn, tokenizer) for turn in turns],
     }
 
 
 def _outcomes(place: Place, truncated: str, turns: list[dict[str, Any]]) -> list[str]:
-    """ "right" or "wrong" first; then what went wrong on the way."""
-    found = {
+    """List "right" or "wrong" first, then what went wrong on the way."""
+    outcomes = {
         "unscored": place.reward is None,
         "right": is_right(place.reward),
         "wrong": place.reward is not None and not is_right(place.reward),
         "malformed": any(turn.get("problem") for turn in turns),
-        "tool error": any(used["is_error"] for turn in turns for used in _tool_calls(turn)),
+        "tool error": any(
+            tool_call["is_error"] for turn in turns for tool_call in _tool_calls(turn)
+        ),
         "truncated": bool(truncated) or any(turn["finish_reason"] in _CUT_OFF for turn in turns),
     }
-    return [name for name, holds in found.items() if holds]
+    return [name for name, holds in outcomes.items() if holds]
 
 
 def _tool_calls(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -50,13 +52,13 @@ def _tool_calls(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _turn_record(turn: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    shown = {key: value for key, value in turn.items() if key not in _UNSHOWN}
-    shown["tool_calls"] = [_cut(each) for each in _tool_calls(turn)]
+    fields = {key: value for key, value in turn.items() if key not in _UNSHOWN}
+    fields["tool_calls"] = [_cut(tool_call) for tool_call in _tool_calls(turn)]
     texts = prompt = None
     if tokenizer is not None:
         texts = pieces(tokenizer, turn["response_ids"])
         prompt = text_of(tokenizer, turn["prompt_ids"]) if turn["num_prompt_tokens"] else None
-    return _cut(shown) | {
+    return _cut(fields) | {
         "num_new_tokens": len(turn["prompt_ids"]),
         "prompt": prompt,
         "texts": texts,
@@ -74,13 +76,13 @@ def _cut(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Special tokens included."""
+    """Decode ids, special tokens included."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text that each token adds; "" for one that holds a part of a character, which the token
-    that completes it shows.
+    """Return the text that each token adds; "" for one that holds a part of a character, which the
+    token that completes it shows.
     """
     texts: list[str] = []
     # Ids from `start` are decoded together, for what is before a token matters; all before `read`

@@ -37,7 +37,7 @@ Config = Mapping[str, Mapping[str, Any]]
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """UserError unless something of a run is there."""
+    """Raise UserError unless something of a run is there."""
     if not run_dir.exists():
         raise UserError(f"there is no folder {run_dir}")
     if not any((run_dir / mark).is_file() for mark in _MARKS):
@@ -61,7 +61,7 @@ def read_config(run_dir: Path) -> Config:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in the file; {} where there is none."""
+    """Return the object in the file; {} where there is none."""
     try:
         value = json.loads(path.read_bytes()) if path.is_file() else {}
     except ValueError as error:
@@ -70,7 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def facts(config: Config, manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(label, text) of what a person asks first; what the folder does not tell is left out."""
+    """List (label, text) of what a person asks first; what the folder does not tell is left out."""
     values = {
         **{
             f"{name}.{key}": value for name, table in config.items() for key, value in table.items()
@@ -95,6 +95,6 @@ def _readable(key: str, value: Any) -> str:
 
 
 def results(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The held-out results before and after training; {} for those that are not there yet."""
+    """Return the held-out results before and after training; {} for those not there yet."""
     before, summary = read_json(run_dir / "warm.json"), read_json(run_dir / "summary.json")
     return summary.get("warm") or before, summary.get("trained") or {}

@@ -38,12 +38,12 @@ from flowtrain.weights import WeightStore
 NUM_PROMPTS = 200
 """Tasks whose first prompts are measured."""
 NUM_ROLLOUTS = 2
-_CUT_BY = {
+_LIMITS = {
     FinishReason.LENGTH: ", by rollout.max_new_tokens = {limit}",
     FinishReason.DEADLINE: ", by rollout.request_timeout_s = {config.rollout.request_timeout_s:g}",
 }
 """Options that cut a response, where the agent itself asked for no less."""
-_OURS = ("agentflow", "single", "tools")
+_BUILT_IN_AGENTS = ("agentflow", "single", "tools")
 """Agents whose first prompt depends on the question alone, and costs nothing to make."""
 
 
@@ -76,7 +76,7 @@ def dry_run(config: Config) -> int:
         rollouts = _roll_out(components, folder, cleanup)
         for number, trajectory in enumerate(rollouts, start=1):
             _say(f"\n==== rollout {number} of {len(rollouts)}")
-            for line in _Shown(components, trajectory).lines():
+            for line in _RolloutText(components, trajectory).lines():
                 _say(line)
         _say("\na dry run: nothing was written")
         if all(trajectory.error for trajectory in rollouts):
@@ -87,7 +87,7 @@ def dry_run(config: Config) -> int:
 # ---- prompts
 
 
-class _Seen(BaseException):
+class _FirstPrompt(BaseException):
     """The first prompt is there, so that its rollout can end; no agent takes it for a failure."""
 
     def __init__(self, num_tokens: int) -> None:
@@ -95,32 +95,32 @@ class _Seen(BaseException):
         self.num_tokens = num_tokens
 
 
-class _Measure(NoEngine):
+class _PromptMeter(NoEngine):
     """Takes a prompt of any length and ends the rollout."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Call:
-        raise _Seen(len(prompt_ids))
+        raise _FirstPrompt(len(prompt_ids))
 
 
 def _prompt_lengths(components: RunComponents) -> str:
     """Measure the first prompts of some tasks, without an analyst's text."""
     config = components.config
-    if config.agent.name not in _OURS or config.agent.environment:
+    if config.agent.name not in _BUILT_IN_AGENTS or config.agent.environment:
         return "first prompts: those of the rollouts below, because others' code makes them"
     roles = config.roles.model_copy(update={"analyst": "none"})
     config = config.model_copy(update={"roles": roles})
     components = replace(components, algorithm=components.algorithm.with_config(config))
     tasks = components.tasks.train[:NUM_PROMPTS]
     agent = components.make_agent(
-        {name: _Measure(1 << 40) for name in components.policies}, config.agent.max_turns
+        {name: _PromptMeter(1 << 40) for name in components.policies}, config.agent.max_turns
     )
     try:
         lengths = run_to_end(_first_prompts(agent, tasks))
     finally:
         agent.close()
     positions = components.policies[config.first_policy].max_positions
-    room = positions - config.rollout.max_new_tokens
-    too_long = sum(length > room for length in lengths)
+    max_prompt_tokens = positions - config.rollout.max_new_tokens
+    too_long = sum(length > max_prompt_tokens for length in lengths)
     return (
         f"first prompts of {len(lengths)} tasks: {min(lengths)} to {max(lengths)} tokens, median "
         f"{statistics.median(lengths):g}; the model has {positions} positions, of which a response "
@@ -133,12 +133,12 @@ async def _first_prompts(agent: Agent, tasks: Sequence[Task]) -> list[int]:
     lengths = []
     for task in tasks:
         try:
-            made = await agent.run(task, 0)
-        except _Seen as seen:
-            lengths.append(seen.num_tokens)
+            trajectory = await agent.run(task, 0)
+        except _FirstPrompt as prompt:
+            lengths.append(prompt.num_tokens)
         else:
             raise UserError(
-                f"there is no prompt of task {task.id}: {made.error or 'none is asked'}"
+                f"there is no prompt of task {task.id}: {trajectory.error or 'none is asked'}"
             )
     return lengths
 
@@ -164,14 +164,15 @@ def _agent(components: RunComponents, folder: Path, cleanup: ExitStack) -> Agent
     installed.
     """
     config = components.config
-    missing = _missing_engine(config)
-    if missing:
-        made = components.make_agent(components.make_policy_engines({}, ()), config.agent.max_turns)
-        cleanup.callback(made.close)
-        if not isinstance(made, Flow) or not all(task.plan for task in components.tasks.train):
-            raise UserError(f"{missing}; and no scripted expert knows how to do these tasks")
-        _say(f"rollouts of a scripted expert, because there is no engine: {missing}")
-        return scripted(made, 0.0)
+    missing_reason = _missing_engine(config)
+    if missing_reason:
+        engines = components.make_policy_engines({}, ())
+        agent = components.make_agent(engines, config.agent.max_turns)
+        cleanup.callback(agent.close)
+        if not isinstance(agent, Flow) or not all(task.plan for task in components.tasks.train):
+            raise UserError(f"{missing_reason}; and no scripted expert knows how to do these tasks")
+        _say(f"rollouts of a scripted expert, because there is no engine: {missing_reason}")
+        return scripted(agent, 0.0)
     stores = {}
     if config.model.path == "tiny":  # which no folder has
         stores[config.train.policy] = WeightStore(folder / "weights")
@@ -180,9 +181,9 @@ def _agent(components: RunComponents, folder: Path, cleanup: ExitStack) -> Agent
     for name in stores:
         engines[name].load(0)
     _say(f"rollouts of {config.model.path} with rollout.engine={config.rollout.engine!r}")
-    made = components.make_agent(engines, config.agent.max_turns)
-    cleanup.callback(made.close)
-    return made
+    agent = components.make_agent(engines, config.agent.max_turns)
+    cleanup.callback(agent.close)
+    return agent
 
 
 def _missing_engine(config: Config) -> str:
@@ -203,7 +204,7 @@ def _say(text: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
+class _RolloutText:
     """A rollout as text, in full: of a prompt that goes on from the one before, the new part."""
 
     components: RunComponents
@@ -213,13 +214,13 @@ class _Shown:
         rollout = self.trajectory
         yield f"task {rollout.task.id}: {rollout.task.question}"
         yield from _labelled("analysis", rollout.analysis)
-        before: dict[str, tuple[int, ...]] = {}
+        previous_ids: dict[str, tuple[int, ...]] = {}
         for number, turn in enumerate(rollout.turns, start=1):
             yield f"---- turn {number}"
             for name, call in turn.calls.items():
-                yield from self._call(name, call, before.get(name, ()))
-                before[name] = call.prompt_ids + call.response_ids
-            yield from _deeds(turn)
+                yield from self._call(name, call, previous_ids.get(name, ()))
+                previous_ids[name] = call.prompt_ids + call.response_ids
+            yield from _turn_results(turn)
             if self.components.config.agent.name == "agentflow":
                 yield f"verdict: {turn.verdict}"
         yield "----"
@@ -228,29 +229,29 @@ class _Shown:
         yield f"answer: {rollout.answer}"
         accepted = " | ".join(rollout.task.answers)
         yield from _labelled("accepted", accepted)
-        parts = {**rollout.reported, **rollout.reward_parts}
-        listed = "".join(f", {name} {value:g}" for name, value in parts.items())
-        yield f"reward: {rollout.reward} (scored by {rollout.scored_by or 'nobody'}{listed})"
+        reward_parts = {**rollout.reported, **rollout.reward_parts}
+        parts_text = "".join(f", {name} {value:g}" for name, value in reward_parts.items())
+        yield f"reward: {rollout.reward} (scored by {rollout.scored_by or 'nobody'}{parts_text})"
 
-    def _call(self, name: Any, call: Any, before: tuple[int, ...]) -> Iterator[str]:
+    def _call(self, name: Any, call: Any, previous_ids: tuple[int, ...]) -> Iterator[str]:
         decode = self.components.policies[name].tokenizer.decode
         config = self.components.config
-        prompt, num_known = call.prompt_ids, len(before)
-        begins_so = bool(before) and prompt[:num_known] == before
-        new = prompt[num_known:] if begins_so else prompt
-        goes_on = f", the first {num_known} as above" if begins_so else ""
-        word, why = config.word_for(name), str(call.finish_reason)
-        limit, _ = config.sampling_of(name)
+        prompt_ids, num_previous = call.prompt_ids, len(previous_ids)
+        continues = bool(previous_ids) and prompt_ids[:num_previous] == previous_ids
+        new_ids = prompt_ids[num_previous:] if continues else prompt_ids
+        prefix_note = f", the first {num_previous} as above" if continues else ""
+        policy_word, finish_text = config.word_for(name), str(call.finish_reason)
+        limit = config.sampling_of(name).max_new_tokens
         if call.finish_reason != FinishReason.LENGTH or len(call.response_ids) == limit:
-            why += _CUT_BY.get(call.finish_reason, "").format(limit=limit, config=config)
-        yield f"{word} reads {len(prompt)} tokens{goes_on}:\n{decode(list(new))}"
-        yield f"{word} writes {len(call.response_ids)} tokens ({why}):\n{call.text}"
+            finish_text += _LIMITS.get(call.finish_reason, "").format(limit=limit, config=config)
+        yield f"{policy_word} reads {len(prompt_ids)} tokens{prefix_note}:\n{decode(list(new_ids))}"
+        yield f"{policy_word} writes {len(call.response_ids)} tokens ({finish_text}):\n{call.text}"
 
 
-def _deeds(turn: Turn) -> Iterator[str]:
+def _turn_results(turn: Turn) -> Iterator[str]:
     """Say what a turn did with its response."""
-    for used in turn.tool_calls:
-        yield f"tool {used.name}({used.arguments}): {used.result.text}"
+    for tool_call in turn.tool_calls:
+        yield f"tool {tool_call.name}({tool_call.arguments}): {tool_call.result.text}"
     if turn.problem:
         yield f"malformed: {turn.problem}"
     if turn.evidence:

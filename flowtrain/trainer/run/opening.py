@@ -58,6 +58,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     world = World.join(config.run.device, config.run.collective_timeout_s)
     cleanup.callback(world.leave)
     cleanup.enter_context(lock_run_dir(config, world))
+    # Before anything is loaded, so that a finished run ends at once.
     check_left(config, world)
     memory = MemoryPeak(world.device)
     placement = Placement.of(config, world)
@@ -69,11 +70,11 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     memory_plan = components.plan_memory()
     if placement.trainers.is_member:
         memory_plan.check(config)
-    every = [components, *map(components.beside, config.trained_beside)]
+    all_components = [components, *map(components.beside, config.trained_beside)]
     # Only the policies that are trained follow a store, others are frozen.
-    stores = {each.config.train.policy: _store(each.config) for each in every}
-    samples = placement.samplers.is_member and config.samples_here
-    engines = components.make_policy_engines(stores, None if samples else ())
+    stores = {parts.config.train.policy: _store(parts.config) for parts in all_components}
+    samples_here = placement.samplers.is_member and config.samples_here
+    engines = components.make_policy_engines(stores, None if samples_here else ())
     sampled = Counter[PolicyName]()
     agent = components.make_agent(engines, config.agent.max_turns, sampled=sampled)
     cleanup.callback(agent.close)
@@ -87,8 +88,8 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
         benchmarks=benchmarks,
     )
     first = _open_policy(shared, components, cleanup)
-    others = (_open_policy(shared, each, cleanup, first) for each in every[1:])
-    return replace(first, beside=tuple(others))
+    runs_beside = (_open_policy(shared, parts, cleanup, first) for parts in all_components[1:])
+    return replace(first, beside=tuple(runs_beside))
 
 
 def _store(config: Config) -> WeightStore:
@@ -112,6 +113,7 @@ def _open_policy(
     with waiting("reading the checkpoint", world.is_main):
         state = resume(run_dir, learner, None if first is None else first.start_step)
     with waiting("publishing and loading the weights", world.is_main):
+        # The store may have versions of steps that the checkpoint does not know.
         learner.republish(state["step"])
         load(shared.engines[config.train.policy], state["step"], placement)
     if first is None:  # now that the config cannot be refused any more
@@ -123,9 +125,7 @@ def _open_policy(
     )
     cleanup.callback(logger.close)
     evaluator = Evaluator(
-        components=components,
-        engines=shared.engines,
-        benchmarks=shared.benchmarks,
+        components=components, engines=shared.engines, benchmarks=shared.benchmarks
     )
     pool = None
     if config.dataflow.url:
@@ -154,7 +154,7 @@ def _open_policy(
 
 def _registration(components: RunComponents, step: int) -> Register:
     """Describe the trained policy to the dataflow, for a run that goes on at `step`."""
-    config, shape = components.config, components.model.config
+    config, model_config = components.config, components.model.config
     spec, dtype = components.policies[config.train.policy], getattr(torch, config.model.dtype)
     return Register(
         policy=config.train.policy,
@@ -162,8 +162,8 @@ def _registration(components: RunComponents, step: int) -> Register:
         store=config.dataflow.store or str(_store(config).root.resolve()),
         num_groups=config.rollout.num_questions,
         max_staleness=config.dataflow.max_staleness,
-        vocab_size=shape.vocab_size,
-        max_positions=shape.max_position_embeddings,
+        vocab_size=model_config.vocab_size,
+        max_positions=model_config.max_position_embeddings,
         step=step,
     )
 
@@ -174,16 +174,16 @@ def check_left(config: Config, world: World) -> None:
     """
     num_steps = config.train.num_steps
 
-    def count() -> int:
+    def last_saved_step() -> int:
         if not world.is_main or config.run.resume != "auto":
             return 0
         root = RunDir(Path(config.run.dir)).checkpoints
-        steps = [int(path.name[5:13]) for path in root.glob("step_????????*")]
+        steps = [int(folder.name[5:13]) for folder in root.glob("step_????????*")]
         # All of a checkpoint is read to tell whether it is whole, so only where it matters.
-        found = checkpoint.latest(root) if max(steps, default=0) > num_steps else None
-        return 0 if found is None else int(checkpoint.load_state(found)["step"])
+        path = checkpoint.latest(root) if max(steps, default=0) > num_steps else None
+        return 0 if path is None else int(checkpoint.load_state(path)["step"])
 
-    num_done = round(world.max([on_all_ranks(world, count, other_failed=UserError)])[0])
+    num_done = round(world.max([on_all_ranks(world, last_saved_step, other_failed=UserError)])[0])
     if num_done > num_steps:
         raise NothingToDo(f"{num_done} of {num_steps} steps are done, so nothing is left to do")
 
@@ -194,17 +194,17 @@ def check_splits(components: RunComponents) -> None:
 
     A run of a version that kept no fingerprints passes.
     """
-    run, now = components.config.run, components.tasks.splits
-    path = Path(run.dir) / "manifest.json"
+    run, current = components.config.run, components.tasks.splits
+    manifest_path = Path(run.dir) / "manifest.json"
 
     def check() -> None:
-        if not components.world.is_main or run.resume != "auto" or not path.exists():
+        if not components.world.is_main or run.resume != "auto" or not manifest_path.exists():
             return
-        begun = json.loads(path.read_text()).get(SPLITS)
-        if begun is None or set(begun.values()) == set(now.values()):
+        recorded = json.loads(manifest_path.read_text()).get(SPLITS)
+        if recorded is None or set(recorded.values()) == set(current.values()):
             return
-        added = [key for key, value in now.items() if value not in begun.values()]
-        gone = [key for key, value in begun.items() if value not in now.values()]
+        added = [key for key, value in current.items() if value not in recorded.values()]
+        gone = [key for key, value in recorded.items() if value not in current.values()]
         raise UserError(
             f"{(added or gone)[0]} does not hold out what it did when {run.dir} began, so the run "
             "would train questions that it was measured on: bring the old file and "
@@ -214,33 +214,34 @@ def check_splits(components: RunComponents) -> None:
     on_all_ranks(components.world, check, other_failed=UserError)
 
 
-def resume(run_dir: RunDir, learner: Follower, at: int | None = None) -> dict[str, Any]:
-    """Load the newest checkpoint, if the run is to be resumed, or that of step `at`, where another
-    policy of the run goes on; return the state of the loop.
+def resume(run_dir: RunDir, learner: Follower, required_step: int | None = None) -> dict[str, Any]:
+    """Load the newest checkpoint, if the run is to be resumed, or that of `required_step`, where
+    another policy of the run goes on; return the state of the loop.
     """
     config, world = learner.config, learner.components.world
 
-    def choose() -> str:
+    def newest_path() -> str:
         """Rank 0 alone reads all of them."""
         if not world.is_main or config.run.resume != "auto":
             return ""
         root = run_dir.checkpoints
         with writing(root):
             for path in root.glob("step_????????*"):
-                if at is not None and int(path.name[5:13]) > at:
+                # A kill may have come before the first policy's checkpoint of this step.
+                if required_step is not None and int(path.name[5:13]) > required_step:
                     remove(path)
-            found = checkpoint.settle(root)
-        if at and found != checkpoint.place(root, at):
+            checkpoint_path = checkpoint.settle(root)
+        if required_step and checkpoint_path != checkpoint.place(root, required_step):
             raise UserError(
-                f"{root} has no whole checkpoint of step {at}, from which the "
+                f"{root} has no whole checkpoint of step {required_step}, from which the "
                 f"{config.train.policy} would go on: bring it back, or choose another --run.dir"
             )
-        return str(found or "")
+        return str(checkpoint_path or "")
 
-    chosen, *_ = world.gather_text(on_all_ranks(world, choose, other_failed=UserError))
-    if not chosen:
+    path_text, *_ = world.gather_text(on_all_ranks(world, newest_path, other_failed=UserError))
+    if not path_text:
         return {"step": 0, "cursor": 0, "dataflow": ""}
-    path = Path(chosen)
+    path = Path(path_text)
     state = {"dataflow": "", **checkpoint.load_state(path)}
     learner.resume(path)
     if state["dataflow"] and not config.dataflow.url:

@@ -18,7 +18,7 @@ from typing import Any
 from flowtrain.agents.base import Agent
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
-from flowtrain.evaluation.evaluator import Evaluator, Found, Measured, held_out_name
+from flowtrain.evaluation.evaluator import Evaluator, Measured, PartRollouts, held_out_name
 from flowtrain.evaluation.nodes import PoolEvaluations
 from flowtrain.inference.protocol import Engine
 from flowtrain.logging import atomic_write_text
@@ -29,14 +29,7 @@ from flowtrain.logging.rollout_parts import count_parts, part_metrics
 from flowtrain.logging.rollouts import RolloutStats, count_rollouts
 from flowtrain.logging.tally import Tally
 from flowtrain.logging.token_counts import account, count_tokens
-from flowtrain.records import (
-    PolicyName,
-    Rollouts,
-    Task,
-    TokenAccount,
-    TrainBatch,
-    Trajectory,
-)
+from flowtrain.records import PolicyName, Rollouts, Task, TokenAccount, TrainBatch, Trajectory
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
@@ -51,7 +44,7 @@ from flowtrain.utils.waiting import waiting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """The parts that all policies of a run have in common."""
+    """The parts that all policies of a run share."""
 
     interrupt: Interrupt
     memory: MemoryPeak
@@ -81,7 +74,7 @@ class Run:
     start_step: int
     """The step of the checkpoint that the run resumes; 0: it begins."""
     beside: tuple[Run, ...] = ()
-    """Of the other policies that are trained."""
+    """The runs of the other policies that are trained."""
 
     @property
     def config(self) -> Config:
@@ -103,11 +96,12 @@ class Run:
         """Tell whether some rank was asked to end. Raises what a checkpoint could not be written
         for, on every rank.
         """
+        # One exchange for both, after which all ranks do the same.
         flags = [self.shared.interrupt.requested, self.learner.has_failed()]
-        asked, failed = self.components.world.max(flags)
-        if failed:
+        is_requested, has_failed = self.components.world.max(flags)
+        if has_failed:
             self.learner.wait_for_checkpoint()
-        return bool(asked)
+        return bool(is_requested)
 
     def agent_of(self, step: int) -> Agent:
         """Return the agent of a training step, with its hints. Not collective."""
@@ -146,38 +140,39 @@ class Run:
         config, groups = self.config, rollouts.groups
         policy, judge = config.train.policy, self.components.judge
         # What nodes sample they count themselves.
-        sampled = self.shared.sampled.pop(policy, 0) if self.pool is None else None
-        spent = {**self.components.chats.metrics(), **(judge.metrics() if judge else {})}
+        num_sampled = self.shared.sampled.pop(policy, 0) if self.pool is None else None
+        chat_metrics = {**self.components.chats.metrics(), **(judge.metrics() if judge else {})}
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         tally = Tally()
         tally.add(count_rollouts(trajectories, config.agent.tools))
         tally.add({"num_groups_dropped": batch.num_groups_dropped})
         tally.add({f"num_excluded/{reason}": num for reason, num in batch.num_filtered.items()})
         count_parts(tally, trajectories, config)
-        of_policy = [group.of_policy(policy) for group in groups]
-        count_signal(tally, of_policy, batch, config.reward.low)
-        count_tokens(tally, groups, batch, packed, policy=policy, sampled=sampled)
-        tally.add(spent)
+        policy_groups = [group.of_policy(policy) for group in groups]
+        count_signal(tally, policy_groups, batch, config.reward.low)
+        count_tokens(tally, groups, batch, packed, policy=policy, sampled=num_sampled)
+        tally.add(chat_metrics)
         tally.highest("peak_bytes", self.logger.peak_bytes())
         for name in ("num_tokens", "num_tokens_skipped"):  # which only ranks that train know
             tally.highest(name, trained.get(name, 0))
         if trained:
             mismatch = {name: x for name, x in trained.items() if name.startswith("mismatch_")}
             tally.say("mismatch", mismatch)
-        total = tally.of_all(self.components.world)
+        # One exchange for all that is counted; ranks need not have the same names.
+        totals = tally.of_all(self.components.world)
         tokens = account(
-            total, int(total.maxima["num_tokens"]), int(total.maxima["num_tokens_skipped"])
+            totals, int(totals.maxima["num_tokens"]), int(totals.maxima["num_tokens_skipped"])
         )
-        left_out = {name: num for name, num in total.sums.items() if name.startswith("num_")}
+        counts = {name: num for name, num in totals.sums.items() if name.startswith("num_")}
         metrics = {
-            **RolloutStats.of_counts(total.sums, config.agent.tools).metrics(),
-            **part_metrics(total),
-            **left_out,
-            **{name: total.sums[name] for name in spent},
-            "peak_memory_gb": total.maxima["peak_bytes"] / 1e9,
+            **RolloutStats.of_counts(totals.sums, config.agent.tools).metrics(),
+            **part_metrics(totals),
+            **counts,
+            **{name: totals.sums[name] for name in chat_metrics},
+            "peak_memory_gb": totals.maxima["peak_bytes"] / 1e9,
             **tokens.metrics(),
         }
-        return Counted(total, tokens, total.said["mismatch"][0], metrics)
+        return Counted(totals, tokens, totals.said["mismatch"][0], metrics)
 
     def watch(self, step: int, counted: Counted) -> None:
         """Warn where a step had nothing to learn from. Raises UserError, once the checkpoint is
@@ -218,17 +213,18 @@ class Run:
         self._log_evaluations(self.pool.complete())
         return None
 
-    def _log_evaluations(self, complete: Iterable[tuple[int, Found]]) -> None:
-        for step, found in complete:
-            versions = self.pool.version_metrics(step, found) if self.pool else {}
-            self.logger.log_evaluation(step, self.evaluator.measured(step, found, versions))
+    def _log_evaluations(self, evaluations: Iterable[tuple[int, PartRollouts]]) -> None:
+        for step, rollouts in evaluations:
+            versions = self.pool.version_metrics(step, rollouts) if self.pool else {}
+            self.logger.log_evaluation(step, self.evaluator.measured(step, rollouts, versions))
 
     def checkpoint(self, step: int) -> None:
         """Write a checkpoint of `step`, beside what comes next, after the step's log; once those of
         the policies beside are on the disk, for they go on from a step of this one's.
         """
-        for each in self.beside:
-            each.end(step)
+        for policy_run in self.beside:
+            policy_run.end(step)
+        # No checkpoint of a step whose rollouts are not on the disk: a resumed run skips them.
         self.logger.flush()
         state: dict[str, int | str] = {"cursor": self.cursor.position, "version": step}
         pool, evaluated = self.pool, self.logger.evaluated
@@ -245,8 +241,8 @@ class Run:
 
     def is_checkpoint_due(self, step: int) -> bool:
         """Tell whether `checkpoint.every` asks for one after `step`; the last has its own."""
-        every = self.config.checkpoint.every
-        return every > 0 and step % every == 0 and step < self.config.train.num_steps
+        interval = self.config.checkpoint.every
+        return interval > 0 and step % interval == 0 and step < self.config.train.num_steps
 
     def finish(self, warm: dict[str, Any]) -> None:
         """Save, evaluate the trained policy as the warm one was, and write the report."""
@@ -258,8 +254,8 @@ class Run:
             self.pool.wait_until_asked()  # or nodes would hear that there is nothing left to do
             self.pool.source.report_progress(last_step, last_step, is_done=True)
             self._log_evaluations(self.pool.wait())
-        for each in self.beside:
-            each.report({}, {})
+        for policy_run in self.beside:
+            policy_run.report({}, {})
         trained: dict[str, Any] = {}
         if self.config.eval.at_ends:
             trained, trajectories = self._compare(last_step)
@@ -282,8 +278,8 @@ class Run:
         path, world = self.logger.run_dir.path / "warm.json", self.components.world
         # The main rank's word counts: others may have no file system in common with it.
         if self.start_step:
-            saved = path.read_text() if world.is_main and path.exists() else ""
-            if warm_text := world.gather_text(saved)[0]:
+            saved_text = path.read_text() if world.is_main and path.exists() else ""
+            if warm_text := world.gather_text(saved_text)[0]:
                 return dict(json.loads(warm_text))
         started = time.monotonic()
         warm, trajectories = self._compare(self.start_step)
@@ -293,8 +289,8 @@ class Run:
             atomic_write_text(path, json.dumps(warm))
             if not self.start_step:
                 seconds = time.monotonic() - started
-                measured = self.evaluator.logged(warm)
-                self.logger.write({"step": 0, "version": 0, **measured, "eval_s": seconds})
+                metrics = self.evaluator.logged(warm)
+                self.logger.write({"step": 0, "version": 0, **metrics, "eval_s": seconds})
         return warm
 
     def _compare(self, step: int) -> tuple[dict[str, Any], tuple[Trajectory, ...]]:
@@ -304,13 +300,13 @@ class Run:
         """
         parts = self.evaluator.parts_of_ends()
         if self.pool is None:
-            found, versions = self.evaluator.roll_out(parts), {}
+            rollouts, versions = self.evaluator.roll_out(parts), {}
         else:
             self.pool.ask_at_end(step, parts)
-            found = self.pool.wait_for_end(step)
-            versions = self.pool.version_metrics(step, found)
-        compared = self.evaluator.compared(found) | ({"versions": versions} if versions else {})
-        return compared, found[held_out_name(MAIN_SPLIT)]
+            rollouts = self.pool.wait_for_end(step)
+            versions = self.pool.version_metrics(step, rollouts)
+        results = self.evaluator.compared(rollouts) | ({"versions": versions} if versions else {})
+        return results, rollouts[held_out_name(MAIN_SPLIT)]
 
 
 def load(engine: Engine, version: int, placement: Placement) -> dict[str, float]:

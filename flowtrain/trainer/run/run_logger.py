@@ -89,15 +89,11 @@ class RunLogger:
         is_main = self._placement.world.is_main
         self._metrics = None
         if is_main:
-            self._metrics = MetricsLog(
-                path,
-                last_step,
-                config.log.tensorboard,
-                open_loggers(config, path, last_step),
-            )
+            loggers = open_loggers(config, path, last_step)
+            self._metrics = MetricsLog(path, last_step, config.log.tensorboard, loggers)
             cleanup.callback(self._metrics.close)
-        own = -1 if self._metrics is None else self._metrics.last_step("eval_reward")
-        self.evaluated = int(self._placement.world.max([own])[0])
+        last_evaluated = -1 if self._metrics is None else self._metrics.last_step("eval_reward")
+        self.evaluated = int(self._placement.world.max([last_evaluated])[0])
         """Newest step whose evaluation is in the log; those of earlier steps are, too."""
         self._trajectories, self._held_out = (
             TrajectoryLog(path, samplers.rank, step, name, samplers.size)
@@ -140,21 +136,21 @@ class RunLogger:
         def write_rollouts() -> None:
             if evaluation is not None:
                 self.log_held_out(step, evaluation.held_out)
-            trained_of = (batch.samples, self._config.train.policy)
-            self._trajectories.log(step, step - 1, rollouts.groups, *trained_of)
+            policy = self._config.train.policy
+            self._trajectories.log(step, step - 1, rollouts.groups, batch.samples, policy)
 
         self.flush()
         self._writing = self._thread.submit(write_rollouts)
-        measured = {}
+        eval_metrics = {}
         if evaluation is not None:
-            measured = evaluation.metrics
+            eval_metrics = evaluation.metrics
             self.evaluated = step
         self.write(
             {
                 "step": step,
                 "version": step,
                 **counted.metrics,
-                **measured,
+                **eval_metrics,
                 **rollouts.metrics,
                 **trained,
                 **self._speed(trained, metrics["train_s"]),
@@ -162,12 +158,12 @@ class RunLogger:
             }
         )
 
-    def log_evaluation(self, step: int, found: Measured) -> None:
+    def log_evaluation(self, step: int, evaluation: Measured) -> None:
         """Write down what nodes have answered about the weights after `step`, when later steps may
         be in the log already.
         """
-        self.log_held_out(step, found.held_out)
-        metrics = {"step": step, "version": step, **found.metrics}
+        self.log_held_out(step, evaluation.held_out)
+        metrics = {"step": step, "version": step, **evaluation.metrics}
         self._log(metrics)
         self.evaluated = step
         self.progress.remember(metrics)
@@ -195,7 +191,7 @@ class RunLogger:
 
     def _groups_of_one(self, trajectories: Sequence[Trajectory]) -> list[Group]:
         rank, size = self._placement.samplers.rank, self._placement.samplers.size
-        return [Group(rank + n * size, (each,)) for n, each in enumerate(trajectories)]
+        return [Group(rank + i * size, (trajectory,)) for i, trajectory in enumerate(trajectories)]
 
     def _speed(self, stats: Mapping[str, float], train_s: float) -> dict[str, float]:
         """Compute the speed of a step; nothing on ranks that do not train.
@@ -228,6 +224,7 @@ class RunLogger:
             signal: steps that had nothing to learn from; empty where all had.
             tokens: where all tokens went, as the dataflow knows it; None: as the log does.
         """
+        # Collective, so before the other ranks return.
         (peak_bytes,) = self._placement.world.max([self.peak_bytes()])
         if not self._placement.world.is_main:
             return
@@ -254,20 +251,20 @@ class RunLogger:
             if key.startswith("reward/") and not any(values):
                 print(f"{key.removeprefix('reward/')!r}, a part of the reward, was 0 in every step")
         print(f"tokens: {tokens.text()}")
-        model = checkpoint.place(self.run_dir.checkpoints, self._config.train.num_steps)
+        checkpoint_path = checkpoint.place(self.run_dir.checkpoints, self._config.train.num_steps)
         files = f"{curves}summary.json, metrics.jsonl, trajectories.jsonl"
-        print(f"{path}/{files}; model: {model}")
+        print(f"{path}/{files}; model: {checkpoint_path}")
         print(f"to look at it: python -m flowtrain.logging.page {path}")
 
     def _seconds(self, series: Mapping[str, Series]) -> dict[str, float]:
         """Sum the seconds by stage over the whole run, resumed parts included; "warm_up" where the
         model's folder says how long it took.
         """
-        totals = total_seconds(series)
-        origin = Path(self._config.model.path) / "rft.json"
-        if origin.exists():
-            totals["warm_up"] = round(json.loads(origin.read_text())["seconds"], 3)
-        return totals
+        seconds = total_seconds(series)
+        rft_path = Path(self._config.model.path) / "rft.json"
+        if rft_path.exists():
+            seconds["warm_up"] = round(json.loads(rft_path.read_text())["seconds"], 3)
+        return seconds
 
 
 def _known_tflops(config: Config, device: torch.device) -> float:
@@ -294,20 +291,20 @@ def train_banner(components: RunComponents, start_step: int) -> str:
     """Say what is trained on what and where; `start_step`: the step after which a run goes on."""
     config, placement = components.config, components.placement
     rollout, train, trainers = config.rollout, config.train, placement.trainers
-    each_step = f"each {rollout.num_questions} questions x {rollout.group_size} rollouts"
-    samplers = f"{rollout.engine} on {placement.samplers.size} ranks"
+    step_text = f"each {rollout.num_questions} questions x {rollout.group_size} rollouts"
+    samplers_text = f"{rollout.engine} on {placement.samplers.size} ranks"
     if config.dataflow.url:
-        samplers = f"nodes of {config.dataflow.url}"
-    device = trainers.device.type
-    device += f", {torch.get_num_threads()} threads each" * (device == "cpu")
+        samplers_text = f"nodes of {config.dataflow.url}"
+    device_text = trainers.device.type
+    device_text += f", {torch.get_num_threads()} threads each" * (device_text == "cpu")
     rows = {
-        "ranks": f"sampled by {samplers}, trained by {trainers.size} ({device})",
-        "steps": f"{train.num_steps}, {each_step}"
+        "ranks": f"sampled by {samplers_text}, trained by {trainers.size} ({device_text})",
+        "steps": f"{train.num_steps}, {step_text}"
         + f", after step {start_step}" * (start_step > 0),
         "fused": fused_text(components.model) or "no layers",
     }
-    names = (config.word_for(name) for name in (train.policy, *config.trained_beside))
-    title = f"{components.algorithm} trains the {' and the '.join(names)}"
+    policies = (config.word_for(name) for name in (train.policy, *config.trained_beside))
+    title = f"{components.algorithm} trains the {' and the '.join(policies)}"
     return _banner(components, title, rows)
 
 
@@ -317,26 +314,26 @@ def rft_banner(components: RunComponents) -> str:
     policy = config.word_for(config.train.policy)
     steps = f"{rft.num_steps} steps" if rft.num_steps else f"{rft.num_epochs:g} epochs"
     steps += f" (train.token_budget = {config.train.row_budget})"
-    then = "no more" if rft.collect_only else f"then imitated for {steps}"
-    rows = {"next": f"{rft.num_rollouts:,} rollouts are made, {then}"}
+    after_rollouts = "no more" if rft.collect_only else f"then imitated for {steps}"
+    rows = {"next": f"{rft.num_rollouts:,} rollouts are made, {after_rollouts}"}
     return _banner(components, f"the {policy} imitates demonstrations ({rft.expert})", rows)
 
 
 def _banner(components: RunComponents, title: str, rows: dict[str, str]) -> str:
     config, tasks, agent = components.config, components.tasks, components.config.agent
-    num_all = sum(parameter.numel() for parameter in components.model.parameters())
+    num_weights = sum(parameter.numel() for parameter in components.model.parameters())
     adapter = f", LoRA of rank {config.lora.rank}" if config.lora.rank else ""
-    num_train = sum(len(found) for _, found in tasks.mixture.values()) or len(tasks.train)
+    num_train = sum(len(source) for _, source in tasks.mixture.values()) or len(tasks.train)
     num_held_out = sum(map(len, tasks.held_out.values()))
     tools = ", ".join(agent.tools) or "no tools"
-    shown = {
-        "model": f"{config.model.path}, {num_all:,} parameters, {config.model.dtype}{adapter}",
+    fields = {
+        "model": f"{config.model.path}, {num_weights:,} parameters, {config.model.dtype}{adapter}",
         "tasks": f"{config.tasks.name}, {num_train:,} to train on, {num_held_out:,} held out",
         "agent": f"{agent.name}, at most {agent.max_turns} turns, {tools}",
         **rows,
         "folder": config.run.dir,
     }
-    if changed := changes(Path(config.run.dir), config):
-        shown["change"] = changed
-    lines = [f"  {name:6}  {value}" for name, value in shown.items()]
+    if change := changes(Path(config.run.dir), config):
+        fields["change"] = change
+    lines = [f"  {name:6}  {value}" for name, value in fields.items()]
     return "\n".join([f"flowtrain {__version__}: {title}", *lines])

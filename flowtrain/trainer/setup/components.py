@@ -114,8 +114,8 @@ class LearnerComponents:
 
         def create() -> None:
             if self.world.is_main and not resumes:
-                begun = manifest(run.seed, sys.argv, self.world.size)
-                RunDir.create(path, to_toml(self.config), {**begun, **(facts or {})})
+                run_facts = manifest(run.seed, sys.argv, self.world.size)
+                RunDir.create(path, to_toml(self.config), {**run_facts, **(facts or {})})
 
         on_all_ranks(self.world, create, other_failed=UserError)
         return RunDir.open(path)
@@ -145,17 +145,17 @@ class RunComponents(LearnerComponents):
         config: Config,
         placement: Placement,
         *,
-        asked: Collection[PolicyName] | None = None,
-        others: Mapping[str, str] | None = None,
+        asked_policies: Collection[PolicyName] | None = None,
+        extra_roles: Mapping[str, str] | None = None,
         fictional: bool = False,
         is_node: bool = False,
     ) -> RunComponents:
         """Load and check everything; write nothing but the judge's cache.
 
         Args:
-            asked: the policies that will be asked; None: all. Others need no model if they are not
-                trained: their scripts write in the tokens of the one that is.
-            others: names in [engines] of models in roles outside of [roles].
+            asked_policies: those that will be asked; None: all. Others need no model if they are
+                not trained: their scripts write in the tokens of the one that is.
+            extra_roles: names in [engines] of models in roles outside of [roles].
             fictional: the questions are about made-up entities.
             is_node: tasks come one by one, and all weights from a store. Tasks are loaded for
                 model.path = "tiny" alone, whose tokenizer is trained on them.
@@ -163,24 +163,25 @@ class RunComponents(LearnerComponents):
         world = placement.world
         algorithm = _begin(config, world)
         config = algorithm.config
-        policy, is_given = config.train.policy, not is_node or config.model.path == "tiny"
-        asked = config.policy_names if asked is None else asked
-        functions = RewardFunctions.load(config.reward, config.policy_names)
+        policy, loads_tasks = config.train.policy, not is_node or config.model.path == "tiny"
+        asked_policies = config.policy_names if asked_policies is None else asked_policies
+        reward_functions = RewardFunctions.load(config.reward, config.policy_names)
         with waiting("reading the questions", world.is_main):
-            tasks = task_set(config, fictional) if is_given else without_tasks(config)
+            tasks = task_set(config, fictional) if loads_tasks else without_tasks(config)
         has_judge = config.roles.judge != "none"
+        # One rank reads through all tasks; where it refuses one, all ranks end.
         on_all_ranks(
             world,
-            lambda: check_tasks(tasks, functions, has_judge) if world.is_main else None,
+            lambda: check_tasks(tasks, reward_functions, has_judge) if world.is_main else None,
             other_failed=UserError,
         )
         # What others say may be collected without a model that says it.
-        needs_weights = not is_node and (policy in asked or not config.rft.collect_only)
+        needs_weights = not is_node and (policy in asked_policies or not config.rft.collect_only)
         tokenizer, model = _load_policy(config, tasks, world, needs_weights)
-        trained = ModelSpec.of("model.path", config.model.path, tokenizer, model)
+        trained_spec = ModelSpec.of("model.path", config.model.path, tokenizer, model)
         policies = {
-            name: trained
-            if name == policy or name not in asked
+            name: trained_spec
+            if name == policy or name not in asked_policies
             else ModelSpec.load(*config.path_of(name))
             for name in config.policy_names
         }
@@ -195,13 +196,13 @@ class RunComponents(LearnerComponents):
         first_tokenizer = policies[config.first_policy].tokenizer
         with ExitStack() as cleanup:  # frees what has started when a later part cannot
             chats, tools = start_tools(
-                config, tasks, first_tokenizer, world.device, others or {}, cleanup
+                config, tasks, first_tokenizer, world.device, extra_roles or {}, cleanup
             )
             if tasks.train:
                 algorithm.check_inputs(tasks, tools)
             agent_kind.check(config, first_tokenizer)
             judge = make_judge(config, chats)
-            started = cleanup.pop_all()
+            open_parts = cleanup.pop_all()
         return cls(
             placement=placement,
             algorithm=algorithm,
@@ -212,9 +213,9 @@ class RunComponents(LearnerComponents):
             chats=chats,
             tools=tools,
             agent_kind=agent_kind,
-            reward_functions=functions,
+            reward_functions=reward_functions,
             judge=judge,
-            cleanup=started,
+            cleanup=open_parts,
         )
 
     def beside(self, policy: PolicyName) -> RunComponents:
@@ -242,21 +243,23 @@ class RunComponents(LearnerComponents):
     def make_policy_engines(
         self,
         stores: Mapping[str, Source],
-        asked: Collection[PolicyName] | None = None,
+        asked_policies: Collection[PolicyName] | None = None,
         *,
         branches: bool = False,
     ) -> dict[str, Engine]:
         """Start an engine for each policy, by name, whose weights come from its store by version.
 
         A policy without a store is frozen at the weights of its path. One that is not among those
-        `asked`, if these are given, gets a stand-in. `branches`: branch points are chosen by what
+        `asked_policies`, if given, gets a stand-in. `branches`: branch points are chosen by what
         the engines say of their tokens.
         """
-        asked = self.config.policy_names if asked is None else asked
+        asked_policies = self.config.policy_names if asked_policies is None else asked_policies
         engines: dict[str, Engine] = {
             name: NoEngine(policy.max_positions) for name, policy in self.policies.items()
         }
-        shared = [name for name in shared_policies(self.config, self.policies) if name in asked]
+        shared = [
+            name for name in shared_policies(self.config, self.policies) if name in asked_policies
+        ]
         records_entropies = branches or self.algorithm.records_entropies
         with waiting(f"starting the engine ({self.config.rollout.engine})", self.world.is_main):
             if shared:
@@ -267,7 +270,7 @@ class RunComponents(LearnerComponents):
                     {name: stores.get(name) for name in shared},
                     records_entropies=records_entropies,
                 )
-            for name in asked:
+            for name in asked_policies:
                 if name not in shared:
                     engines[name] = make_engine(
                         self.config,
@@ -333,11 +336,11 @@ def start_tools(
     tasks: TaskSet,
     tokenizer: PreTrainedTokenizerFast | None,
     device: torch.device,
-    others: Mapping[str, str],
+    extra_roles: Mapping[str, str],
     cleanup: ExitStack,
 ) -> tuple[ChatEngines, dict[str, Tool]]:
     """Start the models of `make_chat_engines` and the tools, which `cleanup` closes."""
-    chats = make_chat_engines(config, tokenizer, device, others)
+    chats = make_chat_engines(config, tokenizer, device, extra_roles)
     cleanup.callback(chats.close)
     tools = make_tools(config, tasks, chats.roles.get("tools"), chats.roles)
     for tool in tools.values():
@@ -376,6 +379,7 @@ def load_trained_policy(
     else:
         spec = ModelSpec.load("model.path", path)
         tokenizer = spec.tokenizer
+        # Trained weights are fp32 masters; under an adapter all are frozen, in model.dtype.
         dtype = getattr(torch, config.model.dtype) if config.lora.rank else torch.float32
         model = load_model(path, dtype) if with_weights else spec.without_weights()
         name_stop_ids(model.generation_config, tokenizer)  # what is saved ends replies by itself

@@ -37,7 +37,7 @@ from flowtrain.weights.ranks import Ranks, SingleRank, on_all_ranks
 Rows = Sequence[Sequence[PackedRow]]
 """Rows of a step, by mini-batch."""
 State = Mapping[str, int | str]
-"""What a run goes on from beside its weights and moments."""
+"""State that a run resumes from, beside its weights and moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +69,12 @@ class Follower:
         groups = [group.of_policy(policy) for group in rollouts.groups]
         batch = self.components.algorithm.advantages(groups)
         routers = experts.sizes_of(self.components.model)
+        # Before whitening, so that no sample that is left out moves the mean.
         batch = filter_samples(batch, shape.max_position_embeddings, shape.vocab_size, routers)
         if self.components.algorithm.whitens:
             batch = whitened(batch, self.components.world)
-        sizes = self.config.train.num_minibatches, self.config.train.minibatch_size
-        return complete(batch, *sizes, rollouts.logprobs, self.components.world)
+        minibatch_options = self.config.train.num_minibatches, self.config.train.minibatch_size
+        return complete(batch, *minibatch_options, rollouts.logprobs, self.components.world)
 
     def pack(self, batch: TrainBatch) -> Rows:
         """Lay the samples of this rank out in token trees."""
@@ -83,8 +84,8 @@ class Follower:
     def balance(self, minibatches: Rows) -> Rows:
         """Return the rows that this rank trains, given those that it sampled."""
         cost = ForwardCost.of(self.components.model).flops
-        takers = self.components.placement.trainers.size
-        return balance(minibatches, cost, self.components.world, num_takers=takers)
+        num_trainers = self.components.placement.trainers.size
+        return balance(minibatches, cost, self.components.world, num_takers=num_trainers)
 
     def old_logprobs(self, rows: Rows) -> Rows:
         """Have the policy score the rows before its first step, with `train.rescore`."""
@@ -153,8 +154,8 @@ class Learner(Follower):
         self.publisher.close()
 
     def branch(self, step: int, groups: Sequence[Group]) -> Branches:
-        parts = self.components
-        return parts.algorithm.branch(step, groups, self.trainer, parts.tokenizer)
+        components = self.components
+        return components.algorithm.branch(step, groups, self.trainer, components.tokenizer)
 
     def old_logprobs(self, rows: Rows) -> Rows:
         return self.trainer.old_logprobs(rows)
@@ -163,8 +164,8 @@ class Learner(Follower):
         return self.trainer.ref_logprobs(rows)
 
     def train(self, step: int, rows: Rows) -> Mapping[str, float]:
-        t = self.config.train
-        self.trainer.set_lr(warmed_up(t.lr, step, t.warmup_steps))
+        train = self.config.train
+        self.trainer.set_lr(warmed_up(train.lr, step, train.warmup_steps))
         # Nodes may sample with older weights; here all tokens are of one version.
         version = None if self.config.samples_here else step - 1
         metrics = self.trainer.optimize(rows, step, version)
@@ -192,6 +193,7 @@ class Learner(Follower):
         if self.publisher.resume(self.weights, version):
             self.components.placement.wait()
         else:
+            # The store has no such version, or other tensors under its number.
             self._roll_back(version - 1)
             self.publish(version)
 
@@ -204,7 +206,7 @@ class Learner(Follower):
         on_all_ranks(ranks, lambda: action() if ranks.is_main else None, other_failed=OSError)
 
     def save(self, step: int, state: State, on_saved: Callable[[], None]) -> None:
-        self.wait_for_checkpoint()
+        self.wait_for_checkpoint()  # the one before; raises what that failed with
         self.checkpoints.save(
             step,
             self.components.model,
@@ -298,12 +300,13 @@ def make_trainer(
         frozen = skeleton(components.model).requires_grad_(False).eval()
         # In the dtype of its passes, which read nothing more exact of it.
         offload = train.offload != "none"
-        of_reference = replace(spec, recompute=False, weight_dtype=dtype, offload=offload)
-        reference = shard(frozen, ranks, of_reference, dict(named_tensors(components.model)))
+        reference_spec = replace(spec, recompute=False, weight_dtype=dtype, offload=offload)
+        # Before the policy is sharded, which gives its own weights away one by one.
+        reference = shard(frozen, ranks, reference_spec, dict(named_tensors(components.model)))
     model = shard(components.model, ranks, spec)
     if needs_reference and reference is None:
         reference = model
-    _, temperature = config.sampling_of(train.policy)
+    temperature = config.sampling_of(train.policy).temperature
     return Trainer(
         model,
         ranks,

@@ -42,7 +42,7 @@ its libraries buffers, and a CPU does other things besides."""
 _CPU_COPIES = 1.5
 """So many times its activations come on top of a plan on a CPU, where attention copies the keys of
 each segment of a tree: 1.0 on rows of 32k tokens, growing with them."""
-_SURE = ("weights", "gradients", "moments", "reference", "published", "engine", "beside")
+_CERTAIN_PARTS = ("weights", "gradients", "moments", "reference", "published", "engine", "beside")
 """Parts that a step takes however short its rows are."""
 
 
@@ -73,15 +73,19 @@ class MemoryPlan:
         has all.
         """
         # A CPU's heap has holes, and libraries take buffers of their own.
-        most = "" if self.gpu_bytes else f" to {_CPU_SLACK * self.num_bytes / 1e9:.3g}"
-        few = self.num_bytes / 20
-        shown = {name: size for name, size in self.parts.items() if size > few}
-        shown["the rest"] = self.num_bytes - sum(shown.values())
-        besides = {"while it loads": self.loading, "of the main rank's host": self.host}
+        upper = "" if self.gpu_bytes else f" to {_CPU_SLACK * self.num_bytes / 1e9:.3g}"
+        threshold = self.num_bytes / 20
+        shown_parts = {name: size for name, size in self.parts.items() if size > threshold}
+        shown_parts["the rest"] = self.num_bytes - sum(shown_parts.values())
+        other_peaks = {"while it loads": self.loading, "of the main rank's host": self.host}
         return (
-            f"memory of a rank at the peak of a step, predicted: {self.num_bytes / 1e9:.3g}{most} "
-            f"GB ({_listed(shown)}) with train.token_budget = {self.token_budget}"
-        ) + "".join(f"; {size / 1e9:.3g} GB {what}" for what, size in besides.items() if size > few)
+            f"memory of a rank at the peak of a step, predicted: {self.num_bytes / 1e9:.3g}{upper} "
+            f"GB ({_listed(shown_parts)}) with train.token_budget = {self.token_budget}"
+        ) + "".join(
+            f"; {size / 1e9:.3g} GB {when}"
+            for when, size in other_peaks.items()
+            if size > threshold
+        )
 
     def room(self, config: Config, host_bytes: int) -> float:
         """Count the bytes that are left, but for a margin: of the GPU beside a vLLM that does not
@@ -97,22 +101,22 @@ class MemoryPlan:
         """Raise UserError, with the numbers and the keys, where even a step on the shortest rows is
         sure not to fit on the GPU.
         """
-        sure = {**{name: self.parts[name] for name in _SURE}, "vLLM": self.vllm}
+        certain_bytes = {**{name: self.parts[name] for name in _CERTAIN_PARTS}, "vLLM": self.vllm}
         # A vLLM that sleeps and the gradients are never there at the same time.
-        needed = sum(sure.values()) - (
-            min(sure["gradients"], self.vllm) if config.vllm.sleep else 0
+        needed = sum(certain_bytes.values()) - (
+            min(certain_bytes["gradients"], self.vllm) if config.vllm.sleep else 0
         )
         if self.gpu_bytes and self.loading + self.vllm > self.gpu_bytes >= needed:
             raise UserError(
                 f"the GPU of a rank has {self.gpu_bytes / 1e9:.3g} GB and takes "
                 f"{self.loading / 1e9:.3g} GB while the model is loaded, beside vLLM's "
-                f"{self.vllm / 1e9:.3g}: {', or '.join(_cures(config, self.vllm > 0))}"
+                f"{self.vllm / 1e9:.3g}: {', or '.join(_remedies(config, self.vllm > 0))}"
             )
         if self.gpu_bytes and needed > self.gpu_bytes:
             raise UserError(
                 f"the GPU of a rank has {self.gpu_bytes / 1e9:.3g} GB and training needs "
                 f"{needed / 1e9:.3g} GB before any activation "
-                f"({_listed(sure)}): {', or '.join(_cures(config, self.vllm > 0))}"
+                f"({_listed(certain_bytes)}): {', or '.join(_remedies(config, self.vllm > 0))}"
             )
 
 
@@ -142,57 +146,55 @@ def plan_memory(
     train = config.train
     on_gpu = gpu_bytes > 0
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    size = dtype.itemsize
+    itemsize = dtype.itemsize
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     num_frozen = model.num_parameters() - num_trained
     lora = config.lora if config.lora.rank else None
-    kind = KINDS[train.optimizer]
-    is_away = train.offload == "all" and on_gpu
+    optimizer = KINDS[train.optimizer]
+    offloaded = train.offload == "all" and on_gpu
     keeps_frozen = train.offload == "none" or not on_gpu
     is_sharded = num_ranks > 1 or dtype != torch.float32 or train.offload == "all"
-    share = 0 if is_away else num_trained // num_ranks
-    own = kind.weight_dtype.itemsize * share
-    frozen = 0 if is_away else size * num_frozen // num_ranks
-    moments = round(kind.moment_bytes * share)
+    num_local = 0 if offloaded else num_trained // num_ranks
+    master_bytes = optimizer.weight_dtype.itemsize * num_local
+    frozen_bytes = 0 if offloaded else itemsize * num_frozen // num_ranks
+    moment_bytes = round(optimizer.moment_bytes * num_local)
     has_reference = has_reference and lora is None and keeps_frozen
     is_merged = lora is not None and lora.sync == "merged"
-    words = 0 if is_away else size * (num_frozen if is_merged else num_trained) // num_ranks
-    engines = [] if config.rollout.num_engine_ranks else [size * number for number in sampled]
+    num_published = num_frozen if is_merged else num_trained
+    published = 0 if offloaded else itemsize * num_published // num_ranks
+    engine_bytes = [] if config.rollout.num_engine_ranks else [itemsize * num for num in sampled]
     has_vllm = config.rollout.engine == "vllm"
     num_tokens = train.row_budget
     is_fused = train.fused_layers and not train.compile
-    how: dict[str, Any] = {"lora": lora, "fused": is_fused}
-    at_head, in_layers = activations(model.config, dtype, num_tokens, train.recompute, **how)
-    head_weights, head_transient = head(model, size, num_tokens, on_gpu, fp32_logits=on_gpu)
+    options: dict[str, Any] = {"lora": lora, "fused": is_fused}
+    at_head, in_layers = activations(model.config, dtype, num_tokens, train.recompute, **options)
+    head_weights, head_transient = head(model, itemsize, num_tokens, on_gpu, fp32_logits=on_gpu)
     head_bytes = head_weights + max(0, head_transient - max(0, in_layers - at_head))
     parts = {
-        "weights": frozen + own,
-        "gradients": own,
-        "moments": moments,
-        "reference": size * share if has_reference else 0,
-        "gathered": _gathered(model, size, train.reshard) if is_sharded else 0,
+        "weights": frozen_bytes + master_bytes,
+        "gradients": master_bytes,
+        "moments": moment_bytes,
+        "reference": itemsize * num_local if has_reference else 0,
+        "gathered": _gathered(model, itemsize, train.reshard) if is_sharded else 0,
         "activations": max(at_head, in_layers),
         "head": head_bytes,
         # What is merged to be published is there when the activations are not.
-        "merged": max(0, words * is_merged - max(at_head, in_layers) - head_bytes),
-        "published": words * keeps_frozen,
-        "engine": 0 if has_vllm else sum(engines),
+        "merged": max(0, published * is_merged - max(at_head, in_layers) - head_bytes),
+        "published": published * keeps_frozen,
+        "engine": 0 if has_vllm else sum(engine_bytes),
     }
-    kept = sum(parts[name] for name in ("weights", "moments", "reference", "published"))
-    parts["beside"] = kept * size_beside // model.num_parameters()
-    vllm = (
-        sum(_vllm_bytes(config, weights, gpu_bytes) for weights in engines)
-        if has_vllm and on_gpu
-        else 0
-    )
+    resident_bytes = sum(parts[name] for name in ("weights", "moments", "reference", "published"))
+    parts["beside"] = resident_bytes * size_beside // model.num_parameters()
+    vllm_bytes = 0
+    if has_vllm and on_gpu:
+        vllm_bytes = sum(_vllm_bytes(config, size, gpu_bytes) for size in engine_bytes)
     # Each parameter is whole for a moment, in the dtype of its master weights.
-    whole = _whole_at_once(model) if is_sharded else 0
-    bytes_of = kind.weight_dtype.itemsize if lora is None else size
-    loading = (
-        parts["weights"] + parts["reference"] + whole * bytes_of * (num_ranks - 1) // num_ranks
-    )
-    host = 4 * num_trained + num_frozen * size
-    return MemoryPlan(parts, vllm, gpu_bytes, loading, host, num_tokens)
+    num_whole = _whole_at_once(model) if is_sharded else 0
+    whole_bytes = num_whole * (optimizer.weight_dtype.itemsize if lora is None else itemsize)
+    loading_bytes = parts["weights"] + parts["reference"]
+    loading_bytes += whole_bytes * (num_ranks - 1) // num_ranks
+    host_bytes = 4 * num_trained + num_frozen * itemsize
+    return MemoryPlan(parts, vllm_bytes, gpu_bytes, loading_bytes, host_bytes, num_tokens)
 
 
 def _whole_at_once(model: PreTrainedModel) -> int:
@@ -208,28 +210,28 @@ def _layer_sizes(model: PreTrainedModel) -> list[int]:
     return [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
 
 
-def _vllm_bytes(config: Config, weights: int, gpu_bytes: int) -> int:
+def _vllm_bytes(config: Config, weight_bytes: int, gpu_bytes: int) -> int:
     options = config.vllm
     return round(
-        weights / options.tensor_parallel_size + options.kv_cache_gb * 2**30
+        weight_bytes / options.tensor_parallel_size + options.kv_cache_gb * 2**30
         if options.kv_cache_gb
         else options.gpu_memory_utilization * gpu_bytes
     )
 
 
-def _cures(config: Config, has_vllm: bool) -> list[str]:
-    cures = ["start more ranks"] + ["algorithm.kl_coef = 0"] * (config.algorithm.kl_coef > 0)
+def _remedies(config: Config, has_vllm: bool) -> list[str]:
+    remedies = ["start more ranks"] + ["algorithm.kl_coef = 0"] * (config.algorithm.kl_coef > 0)
     train = config.train
-    cures += ["train.optimizer = 'adamw_8bit'"] * (train.optimizer == "adamw")
-    cures += ["train.offload = 'frozen'"] * (train.offload == "none")
-    cures += ["train.offload = 'all'"] * (train.offload != "all")
+    remedies += ["train.optimizer = 'adamw_8bit'"] * (train.optimizer == "adamw")
+    remedies += ["train.offload = 'frozen'"] * (train.offload == "none")
+    remedies += ["train.offload = 'all'"] * (train.offload != "all")
     if has_vllm:
         options = config.vllm
         key = "kv_cache_gb" if options.kv_cache_gb else "gpu_memory_utilization"
-        cures += [f"vllm.{key} < {getattr(options, key)}"] + ["vllm.sleep = true"] * (
+        remedies += [f"vllm.{key} < {getattr(options, key)}"] + ["vllm.sleep = true"] * (
             not options.sleep
         )
-    return cures
+    return remedies
 
 
 def _listed(parts: Mapping[str, int]) -> str:
@@ -253,39 +255,40 @@ def activations(
     """Count what all layers hold when the head is reached, and their peak (early in the backward
     pass). `lora`: of the adapter, if one is all that is trained. `fused`: as `ShardSpec.fused`.
     """
-    few, repeated = _few_layers(config)
+    first_layers, repeated = _few_layers(config)
     is_recurrent = attention.RECURRENT in (getattr(config, "layer_types", None) or ())
     # A recurrent layer runs through a row step by step; all that is kept grows with the tokens.
-    num_tried = min(num_tokens, _RECURRENT_TOKENS) if is_recurrent else num_tokens
+    num_simulated = min(num_tokens, _RECURRENT_TOKENS) if is_recurrent else num_tokens
 
     def simulate(layers: list[int]) -> tuple[int, int]:
-        how: dict[str, Any] = {"layers": layers, "lora": lora, "fused": fused}
-        return _simulate(config, dtype, num_tried, recompute, **how)
+        options: dict[str, Any] = {"layers": layers, "lora": lora, "fused": fused}
+        return _simulate(config, dtype, num_simulated, recompute, **options)
 
-    base = at_head, peak = simulate(few)
-    for layer, number in repeated:
-        more = simulate([*few, layer])
-        at_head += number * (more[0] - base[0])
-        peak += number * (more[1] - base[1])
-    return at_head * num_tokens // num_tried, peak * num_tokens // num_tried
+    base = at_head, peak = simulate(first_layers)
+    for layer, num_more in repeated:
+        extended = simulate([*first_layers, layer])
+        at_head += num_more * (extended[0] - base[0])
+        peak += num_more * (extended[1] - base[1])
+    return at_head * num_tokens // num_simulated, peak * num_tokens // num_simulated
 
 
 def _few_layers(config: PreTrainedConfig) -> tuple[list[int], list[tuple[int, int]]]:
     """Return layers with all that the model has, and which are as many more as it takes."""
-    kinds, number = getattr(config, "layer_types", None) or [], config.num_hidden_layers
-    recurrent = kinds.count(attention.RECURRENT)
-    if 0 < recurrent < number:
-        one = kinds.index(attention.RECURRENT)
-        other = next(i for i, kind in enumerate(kinds) if kind != attention.RECURRENT)
-        return [one, other], [(one, recurrent - 1), (other, number - recurrent - 1)]
-    num_first = getattr(config, "first_k_dense_replace", 0)  # layers before those with experts
-    return [*range(num_first + 2)], [(num_first + 2, number - num_first - 2)]
+    layer_types, num_layers = getattr(config, "layer_types", None) or [], config.num_hidden_layers
+    num_recurrent = layer_types.count(attention.RECURRENT)
+    if 0 < num_recurrent < num_layers:
+        recurrent = layer_types.index(attention.RECURRENT)
+        attending = next(i for i, kind in enumerate(layer_types) if kind != attention.RECURRENT)
+        repeated = [(recurrent, num_recurrent - 1), (attending, num_layers - num_recurrent - 1)]
+        return [recurrent, attending], repeated
+    num_dense = getattr(config, "first_k_dense_replace", 0)  # layers before those with experts
+    return [*range(num_dense + 2)], [(num_dense + 2, num_layers - num_dense - 2)]
 
 
 def head(
-    model: PreTrainedModel, size: int, num_tokens: int, on_gpu: bool, fp32_logits: bool = False
+    model: PreTrainedModel, itemsize: int, num_tokens: int, on_gpu: bool, fp32_logits: bool = False
 ) -> tuple[int, int]:
-    """Predict what the linear loss takes on a row of `num_tokens`, whose dtype has `size` bytes.
+    """Predict what the linear loss takes on a row of `num_tokens`, at `itemsize` bytes a number.
 
     Returns the gradient of the head's weight, if it is trained, held until it is added up; and what
     comes to it while the loss is taken: a chunk of logits, a sum in fp32 over chunks if there are
@@ -294,20 +297,21 @@ def head(
     config = model.config
     is_trained = any(p.requires_grad for p in model.get_output_embeddings().parameters())
     num_targets = round(_TARGET_SHARE * num_tokens)
-    row = lm_head.bytes_per_row(config.vocab_size, size, fp32_logits)
+    row_bytes = lm_head.bytes_per_row(config.vocab_size, itemsize, fp32_logits)
     num_weights = config.vocab_size * config.hidden_size * is_trained
-    chunks = lm_head.default_rows(config.vocab_size, on_gpu) * row + (4 - size) * num_weights
-    states = 2 * num_targets * config.hidden_size * size
-    return size * num_weights, min(num_targets * row, chunks) + states
+    num_rows = lm_head.default_rows(config.vocab_size, on_gpu)
+    chunk_bytes = num_rows * row_bytes + (4 - itemsize) * num_weights
+    state_bytes = 2 * num_targets * config.hidden_size * itemsize
+    return itemsize * num_weights, min(num_targets * row_bytes, chunk_bytes) + state_bytes
 
 
-def _gathered(model: PreTrainedModel, size: int, reshard: bool) -> int:
-    """Weights that a rank holds whole: all of them, or two layers and what is no layer."""
-    num_all = model.num_parameters()
+def _gathered(model: PreTrainedModel, itemsize: int, reshard: bool) -> int:
+    """Count the bytes of weights a rank holds whole: all, or two layers and what is in none."""
+    num_parameters = model.num_parameters()
     if not (reshard and is_sharded_by_layer(model)):
-        return size * num_all
+        return itemsize * num_parameters
     sizes = _layer_sizes(model)
-    return size * (num_all - sum(sizes) + 2 * max(sizes))
+    return itemsize * (num_parameters - sum(sizes) + 2 * max(sizes))
 
 
 def _simulate(
@@ -334,9 +338,9 @@ def _simulate(
         model.to(dtype)  # as FSDP gathers an adapter
         # MemTracker bears no frozen weights. They keep the same inputs for the adapter's sake.
         model.requires_grad_(True)
-    bytes_of = 1.0
+    dtype_scale = 1.0
     if find_routers(model):  # products of experts have no shapes but in bf16
-        bytes_of = dtype.itemsize / torch.bfloat16.itemsize
+        dtype_scale = dtype.itemsize / torch.bfloat16.itemsize
         model.to(torch.bfloat16).set_experts_implementation(IMPLEMENTATION)
     delta_net.equip(model)
     if fused:
@@ -346,17 +350,17 @@ def _simulate(
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
     ids = torch.empty(1, num_tokens, dtype=torch.int64, device="meta")
-    chain = delta_net.recurrence_of(model, torch.full((num_tokens,), num_tokens))
+    recurrence = delta_net.recurrence_of(model, torch.full((num_tokens,), num_tokens))
     tracker = MemTracker()
     tracker.track_external(model)
     with tracker:
         hidden = model.get_decoder()(
-            input_ids=ids, position_ids=ids, use_cache=False, forest=_Attention(), **chain
+            input_ids=ids, position_ids=ids, use_cache=False, forest=_Attention(), **recurrence
         ).last_hidden_state
         at_head = _activation_bytes(tracker.get_tracker_snapshot("current"))
         hidden.backward(torch.empty_like(hidden))
     peak = _activation_bytes(tracker.get_tracker_snapshot("peak"))
-    return round(bytes_of * at_head), round(bytes_of * peak)
+    return round(dtype_scale * at_head), round(dtype_scale * peak)
 
 
 def _activation_bytes(snapshot: dict[torch.device, dict[Any, int]]) -> int:
@@ -375,13 +379,13 @@ class _Attention:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, sink_H: Tensor | None, **_: Any
     ) -> Tensor:
-        out: Tensor = _Kept.apply(query, key, value)
+        out: Tensor = _SavedTensors.apply(query, key, value)
         if sink_H is not None:  # each output is scaled
             out = out * sink_H.sigmoid()[:, None, None]
         return out.transpose(1, 2).contiguous()
 
 
-class _Kept(torch.autograd.Function):
+class _SavedTensors(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # Not laid out as the query is: what comes out of attention is copied once more.

@@ -1,4 +1,4 @@
-"""How a run is laid out on its machines: which ranks train and which sample, and how long the rows
+"""The layout of a run on its machines: which ranks train and which sample, and how long the rows
 are that those which train have memory for.
 """
 
@@ -21,7 +21,7 @@ from flowtrain.trainer.devices import memory_per_rank
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.setup.memory_plan import MemoryPlan, plan_memory
 
-_FEWEST, _MOST = 1024, 65536
+_MIN_BUDGET, _MAX_BUDGET = 1024, 65536
 """Bounds of an automatic token budget. 8 rollouts of AgentFlow's 10 turns are 64,460 tokens."""
 
 
@@ -46,8 +46,8 @@ class Placement:
 
     @classmethod
     def of(cls, config: Config, world: World) -> Placement:
-        """Raises UserError when no rank is left to train, the questions of a step do not divide
-        among those that sample, or the GPUs of their engines overlap; collective.
+        """Place the ranks; collective. Raises UserError when none is left to train, the questions
+        of a step do not divide among those that sample, or the GPUs of their engines overlap.
         """
         num_engines, num_questions = config.rollout.num_engine_ranks, config.rollout.num_questions
         if num_engines >= world.size:
@@ -56,17 +56,17 @@ class Placement:
                 "that torchrun started to train: lower it"
             )
         if num_questions % (num_engines or world.size):
-            number = (
+            factor = (
                 f"rollout.num_engine_ranks={num_engines}"
                 if num_engines
                 else f"the {world.size} ranks that torchrun started"
             )
-            raise UserError(f"rollout.num_questions={num_questions} must be a multiple of {number}")
-        size = config.vllm.tensor_parallel_size
-        if size > 1 and (num_engines or world.size) > 1 and world.device.type == "cuda":
+            raise UserError(f"rollout.num_questions={num_questions} must be a multiple of {factor}")
+        tp_size = config.vllm.tensor_parallel_size
+        if tp_size > 1 and (num_engines or world.size) > 1 and world.device.type == "cuda":
             raise UserError(
-                f"vllm.tensor_parallel_size={size} takes the GPUs after a rank's own, so only the "
-                "last rank may sample: set rollout.num_engine_ranks = 1"
+                f"vllm.tensor_parallel_size={tp_size} takes the GPUs after a rank's own, so only "
+                "the last rank may sample: set rollout.num_engine_ranks = 1"
             )
         if not num_engines:
             return cls.colocated(world)
@@ -80,22 +80,22 @@ class Placement:
         return self.trainers is not self.world
 
     def wait(self) -> None:
-        """Until what one kind of ranks has done is done for the other; colocated, each knows by
-        itself.
+        """Wait until what one kind of ranks has done is done for the other; colocated, each knows
+        by itself.
         """
         if self.is_split:
             self.world.barrier()
 
     def of_first_sampler(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The metrics of an engine, also where there is none; collective. Colocated, every rank has
-        its own.
+        """Return the metrics of an engine, also where there is none; collective. Colocated, every
+        rank has its own.
         """
         if not self.is_split:
             return metrics
-        found: dict[str, float] = json.loads(
+        sampler_metrics: dict[str, float] = json.loads(
             self.world.gather_text(json.dumps(metrics))[self.trainers.size]
         )
-        return found
+        return sampler_metrics
 
 
 def memory_of(
@@ -136,22 +136,23 @@ def with_token_budget(
     if config.train.token_budget != "auto" or not trainers.size:
         return algorithm
 
-    def with_number(number: int) -> Config:
-        train = config.train.model_copy(update={"token_budget": number})
+    def with_number(num_tokens: int) -> Config:
+        train = config.train.model_copy(update={"token_budget": num_tokens})
         return config.model_copy(update={"train": train})
 
-    def room(number: int) -> float:
-        some = with_number(number)
-        plan = memory_of(some, algorithm, model, policies, placement)
-        return plan.room(some, memory_per_rank())
+    def room(num_tokens: int) -> float:
+        candidate = with_number(num_tokens)
+        plan = memory_of(candidate, algorithm, model, policies, placement)
+        return plan.room(candidate, memory_per_rank())
 
-    known, most, begun = 0, _MOST, Path(config.run.dir) / "config.toml"
-    if world.is_main and config.run.resume == "auto" and begun.exists():
-        known = tomllib.loads(begun.read_text())["train"]["token_budget"]
+    run_budget, max_budget, config_path = 0, _MAX_BUDGET, Path(config.run.dir) / "config.toml"
+    if world.is_main and config.run.resume == "auto" and config_path.exists():
+        run_budget = tomllib.loads(config_path.read_text())["train"]["token_budget"]
     elif trainers.is_member:
-        most = largest_budget(room(_FEWEST), room(_MOST))
-    of_run, negative = map(int, world.max([known, -most]))
-    return algorithm.with_config(with_number(of_run or -negative))
+        max_budget = largest_budget(room(_MIN_BUDGET), room(_MAX_BUDGET))
+    # The least of all ranks' budgets, as a maximum: hence its sign.
+    known_budget, negative_budget = map(int, world.max([run_budget, -max_budget]))
+    return algorithm.with_config(with_number(known_budget or -negative_budget))
 
 
 def largest_budget(few_room: float, most_room: float) -> int:
@@ -159,5 +160,5 @@ def largest_budget(few_room: float, most_room: float) -> int:
     and 65,536 leave: memory grows in a line, but for a chunk of the head.
     """
     share = few_room / max(few_room - most_room, 1)
-    num_tokens = int(_FEWEST + share * (_MOST - _FEWEST))
-    return min(max(num_tokens, _FEWEST), _MOST) // _FEWEST * _FEWEST
+    num_tokens = int(_MIN_BUDGET + share * (_MAX_BUDGET - _MIN_BUDGET))
+    return min(max(num_tokens, _MIN_BUDGET), _MAX_BUDGET) // _MIN_BUDGET * _MIN_BUDGET

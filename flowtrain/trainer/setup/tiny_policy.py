@@ -15,10 +15,10 @@ from flowtrain.utils.seeds import derive_seed
 def new_policy(config: Config, tasks: TaskSet) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
     """Train a tokenizer on the tasks and draw the weights that `[tiny]` asks for."""
     tiny = config.tiny
-    talks = config.agent.name not in ("agentflow", "single")
-    corpus = _chat_corpus(tasks) if talks else _tokenizer_corpus(config, tasks)
+    has_chat_template = config.agent.name not in ("agentflow", "single")
+    corpus = _chat_corpus(tasks) if has_chat_template else _tokenizer_corpus(config, tasks)
     tokenizer = new_tokenizer(corpus, tiny.vocab_size)
-    if talks:
+    if has_chat_template:
         tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(derive_seed(config.run.seed, "new model"))
     model = new_model(
@@ -33,8 +33,8 @@ def new_policy(config: Config, tasks: TaskSet) -> tuple[PreTrainedTokenizerFast,
 
 
 def _tokenizer_corpus(config: Config, tasks: TaskSet) -> list[str]:
-    """Texts that a new tokenizer learns from: prompts and answers of training tasks."""
-    closing = {
+    """Write texts that a new tokenizer learns from: prompts and answers of training tasks."""
+    closing_text = {
         "planner": "Tool Name: Base_Generator",
         "verifier": "Conclusion: STOP\nConclusion: CONTINUE",
         "refiner": "Looked for: \nEvidence: The",
@@ -45,12 +45,12 @@ def _tokenizer_corpus(config: Config, tasks: TaskSet) -> list[str]:
         results = "\n".join(
             f"1. {s.tool_name} | {s.sub_goal} | The {s.sub_goal} is" for s in task.plan
         )
-        texts.append(f"Question: {task.prompt}\n{results}\n{actions}\n{closing}")
+        texts.append(f"Question: {task.prompt}\n{results}\n{actions}\n{closing_text}")
     return texts
 
 
 def _chat_corpus(tasks: TaskSet) -> list[str]:
-    """Texts that the tokenizer of an agent with a chat template learns from."""
+    """Write texts that the tokenizer of an agent with a chat template learns from."""
     texts = []
     for task in tasks.train[:5000]:
         lines = ["Tools: Search Python_Coder Base_Generator", f"user:{task.prompt}"]

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from flowtrain.logging import MetricsLog, TrajectoryLog
-from flowtrain.logging.page.data import Run
+from flowtrain.logging.page.data import LoggedRun
 from flowtrain.logging.page.rollouts import LONGEST_TEXT
 from flowtrain.records import Action, FinishReason, Group, ToolCall, ToolResult
 from flowtrain.utils.prefixes import num_shared
 
 
 def data(run: Path, number: int = 100) -> dict[str, Any]:
-    return Run(run).data(number)
+    return LoggedRun(run).data(number)
 
 
 def test_a_whole_run_has_nothing_to_note(run: Path) -> None:
