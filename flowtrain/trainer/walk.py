@@ -279,24 +279,13 @@ class OpenPath:
 
     # ---- what layers ask
 
-    def extended(
-        self, layer: int, key_1HND: Tensor, value_1HND: Tensor, num_fill: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """Keep the keys and values of a trunk, and return those of a pass behind those of the path.
-
-        `num_fill`: zeros between the two.
-        """
+    def before(
+        self, layer: int, key_1HND: Tensor, value_1HND: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Keep the keys and values of a trunk, and return those of each open piece."""
         if self._trunk_P is not None:
-            trunk = (x.index_select(2, self._trunk_P) for x in (key_1HND, value_1HND))
-            self.keep(layer, *trunk)
-        before = [piece.tensors[layer] for piece in self._pieces]
-        if not before:
-            return key_1HND, value_1HND
-        keys, values = (
-            torch.cat([*parts, own.new_zeros(*own.shape[:2], num_fill, own.shape[3]), own], 2)
-            for parts, own in zip(zip(*before, strict=True), (key_1HND, value_1HND), strict=True)
-        )
-        return keys, values
+            self.keep(layer, *(x.index_select(2, self._trunk_P) for x in (key_1HND, value_1HND)))
+        return [(key, value) for key, value in (piece.tensors[layer] for piece in self._pieces)]
 
     def last(self, place: Hashable) -> Tensor | None:
         """Return what the innermost open piece has kept at a place; None without one."""

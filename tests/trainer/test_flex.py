@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from batches import random_samples
 from forests import is_valid_tree, random_forest
 from gradients import distance
@@ -51,20 +50,16 @@ def test_it_is_the_attention_of_the_cpu(
     ends, rng = FORESTS[name], torch.Generator().manual_seed(0)
     assert is_valid_tree(ends)
     query = torch.randn(1, num_heads, len(ends), 16, generator=rng)
-    before, *own = (
+    own, pair = (
         torch.randn(2, 1, num_kv_heads, number, 16, generator=rng)
-        for number in (num_before, len(ends))
+        for number in (len(ends), num_before)
     )
+    before = [tuple(part) for part in pair.tensor_split([num_before // 3], 3)] if num_before else []
     sinks = torch.randn(num_heads, generator=rng)
-    forests = [kind.of(ends, num_before) for kind in (FlexTree, Forest)]
-    for options in ({}, {"sliding_window": 9}, {"sliding_window": 150, "s_aux": sinks}):
-        outs = []
-        for forest in forests:
-            filled = F.pad(before, (0, 0, 0, forest.num_fill))
-            tensors = query, *torch.cat([filled, *own], 3)
-            with torch.no_grad():
-                attend = functools.partial(forest_attention, nn.Module(), *tensors, None)
-                outs.append(attend(forest=forest, scaling=0.3, **options)[0])
+    forests = FlexTree.of(ends, num_before), Forest.of(ends)
+    for options in ({}, {"window": 9}, {"window": 150, "sink_H": sinks}):
+        with torch.no_grad():
+            outs = [f.attend(query, *own, scaling=0.3, before=before, **options) for f in forests]
         torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-6)
 
 
@@ -73,7 +68,7 @@ def test_it_is_the_attention_of_the_cpu(
 def test_blocks_are_those_that_the_whole_mask_has(name: str, num_before: int) -> None:
     """Too few would be wrong, too many slow; full ones are known as such."""
     ends, tree = FORESTS[name], FlexTree.of(FORESTS[name], num_before)
-    ours, num_keys = tree.mask(), num_before + tree.num_fill + len(ends)
+    ours, num_keys = tree.mask(), num_before + tree._num_fill + len(ends)
     truth = create_block_mask(
         ours.mask_mod, None, None, len(ends), num_keys, device="cpu", BLOCK_SIZE=BLOCK
     )

@@ -14,7 +14,7 @@ softmax over the sink as well would give.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,7 +54,7 @@ class FlexTree:
         return cls(subtree_end_N.int(), num_before, flash)
 
     @property
-    def num_fill(self) -> int:
+    def _num_fill(self) -> int:
         """Number of keys between those before the row and its own."""
         return -self.num_before % BLOCK
 
@@ -67,11 +67,11 @@ class FlexTree:
         return self.masks[window]
 
     def _mask(self, window: int | None) -> BlockMask:
-        num_tokens, shift = len(self.subtree_end_N), self.num_before + self.num_fill
+        num_tokens, shift = len(self.subtree_end_N), self.num_before + self._num_fill
         device = self.subtree_end_N.device
         # A key's subtree ends at a query: those before the row with its last, those that fill up
         # before its first.
-        end_K = F.pad(self.subtree_end_N, (self.num_fill, 0))
+        end_K = F.pad(self.subtree_end_N, (self._num_fill, 0))
         end_K = F.pad(end_K, (self.num_before, 0), value=num_tokens)
         end_BT = end_K.view(-1, BLOCK)
         start_Q = torch.arange(0, num_tokens, BLOCK, device=device)[:, None]
@@ -113,7 +113,7 @@ class FlexTree:
         """int32 [K]: a key's place on its path."""
         own_N = self.num_before + _positions(self.subtree_end_N)
         before = torch.arange(self.num_before, dtype=torch.int32, device=own_N.device)
-        return torch.cat([F.pad(before, (0, self.num_fill)), own_N])
+        return torch.cat([F.pad(before, (0, self._num_fill)), own_N])
 
     @torch.compiler.disable  # a graph of its own, or every compiled layer would hold one
     def attend(
@@ -126,8 +126,14 @@ class FlexTree:
         dropout: float = 0.0,
         window: int | None = None,
         sink_H: Tensor | None = None,
+        before: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Tensor:
-        """See `Forest.attend`."""
+        """See `Forest.attend`; `before` has `num_before` tokens."""
+        if before:
+            fill = key_1HND.new_zeros(*key_1HND.shape[:2], self._num_fill, key_1HND.shape[3])
+            fills = fill, fill[..., :1].expand(-1, -1, -1, value_1HND.shape[3])
+            pairs = zip(*before, fills, (key_1HND, value_1HND), strict=True)
+            key_1HND, value_1HND = (torch.cat(parts, 2) for parts in pairs)
         if self.flash and (window or sink_H is not None):
             raise UserError("train.attention='flash' knows no windows and no sinks: take 'flex'")
         assert dropout == 0, "FlexAttention has no dropout"

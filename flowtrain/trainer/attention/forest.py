@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flowtrain.trainer.attention.rectangles import attend_below
 from flowtrain.trainer.packing import Segment, segments
 
 _SIMILAR = 4 / 3
@@ -65,39 +66,37 @@ class Forest:
     """The segments of a row, and their layouts. Made once per row, used by every layer."""
 
     segments: tuple[Segment, ...]
-    """Their tokens are counted among all keys."""
     device: torch.device
-    num_before: int = 0
-    """Tokens that all of the row sees: their keys come before its own, and they ask nothing."""
-    layouts: dict[tuple[int | None, bool], Layout] = field(default_factory=dict)
-    """By window and whether there is a sink; those that a layer has asked for."""
+    layouts: dict[tuple[int | None, bool, int], Layout] = field(default_factory=dict)
+    """By window, whether there is a sink, and tokens that come before the row; those that a layer
+    has asked for."""
 
     @classmethod
-    def of(cls, subtree_end_N: Tensor, num_before: int = 0) -> Forest:
-        runs = segments(subtree_end_N.tolist())
-        if num_before:
-            runs = [_behind(run, num_before) for run in runs]
-        return cls(tuple(runs), subtree_end_N.device, num_before)
+    def of(cls, subtree_end_N: Tensor) -> Forest:
+        return cls(tuple(segments(subtree_end_N.tolist())), subtree_end_N.device)
 
-    @property
-    def num_fill(self) -> int:
-        """Number of keys between those before the row and its own."""
-        return 0
+    def layout(
+        self, window: int | None = None, has_sink: bool = False, num_before: int = 0
+    ) -> Layout:
+        """Return the layout under a window; under one that hides nothing, that without.
 
-    def layout(self, window: int | None = None, has_sink: bool = False) -> Layout:
-        """Return the layout under a window; under one that hides nothing, that without."""
-        key = (window, has_sink)
+        `num_before`: tokens that all of the row sees. Their keys come before its own, and they ask
+        nothing.
+        """
+        key = (window, has_sink, num_before)
         if key not in self.layouts:
-            hides = window is None or any(s.num_keys > window for s in self.segments)
+            longest = num_before + max((s.num_keys for s in self.segments), default=0)
+            hides = window is None or longest > window
             make = self._layout if hides else self.layout
-            self.layouts[key] = make(window if hides else None, has_sink)
+            self.layouts[key] = make(window if hides else None, has_sink, num_before)
         return self.layouts[key]
 
-    def _layout(self, window: int | None, has_sink: bool) -> Layout:
-        num_keys = self.segments[-1].end if self.segments else 0
+    def _layout(self, window: int | None, has_sink: bool, num_before: int) -> Layout:
+        runs = [_behind(run, num_before) for run in self.segments] if num_before else self.segments
+        num_keys = runs[-1].end if runs else 0
         sink = num_keys if has_sink else None
         alike: dict[tuple[bool, int, int], list[Segment]] = {}
-        for segment in self.segments:
+        for segment in runs:
             for piece in [segment] if window is None else _pieces(segment, window):
                 alike.setdefault(_shape(piece), []).append(piece)
         slots, blocks, num_slots = [0] * num_keys, [], 0
@@ -108,10 +107,8 @@ class Forest:
                 slots[segment.start : segment.end] = range(first, first + segment.num_queries)
             num_slots += len(members) * most
             most_keys = max(segment.num_keys for segment in members)
-            blocks.append(
-                _block(members, self.device, (most, most_keys), window, sink, self.num_before)
-            )
-        slot_N = torch.tensor(slots[self.num_before :], dtype=torch.int64, device=self.device)
+            blocks.append(_block(members, self.device, (most, most_keys), window, sink, num_before))
+        slot_N = torch.tensor(slots[num_before:], dtype=torch.int64, device=self.device)
         return Layout(tuple(blocks), slot_N)
 
     @torch.compiler.disable  # its loop is another one for every row
@@ -125,14 +122,24 @@ class Forest:
         dropout: float = 0.0,
         window: int | None = None,
         sink_H: Tensor | None = None,
+        before: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Tensor:
-        """[1, N, H, D]. Keys and values of the tokens before the row come first.
+        """[1, N, H, D]
 
         Args:
+            before: keys and values of tokens of other passes that all of the row sees.
             window: how many tokens of its path one sees, itself among them; None: all.
             sink_H: a score of each head that takes a share of its softmax, and has no value.
         """
         scaling = query_1HND.shape[3] ** -0.5 if scaling is None else scaling
+        if before:
+            is_plain = window is None and sink_H is None and not dropout
+            if is_plain and key_1HND.shape == value_1HND.shape:
+                layout, tensors = self.layout(), (query_1HND, key_1HND, value_1HND)
+                return attend_below(layout, scaling, *tensors, list(before))
+            pairs = zip(*before, (key_1HND, value_1HND), strict=True)
+            key_1HND, value_1HND = (torch.cat(parts, 2) for parts in pairs)
+        num_before = key_1HND.shape[2] - query_1HND.shape[2]
         query_NHD, key_NHD, value_NHD = (
             x[0].transpose(0, 1) for x in (query_1HND, key_1HND, value_1HND)
         )
@@ -140,7 +147,7 @@ class Forest:
             query_NHD, key_NHD, value_NHD = _with_sink(
                 query_NHD, key_NHD, value_NHD, sink_H / scaling
             )
-        layout, outs = self.layout(window, sink_H is not None), []
+        layout, outs = self.layout(window, sink_H is not None, num_before), []
         for block in layout.blocks:
             query = _side_by_side(query_NHD, block.query_SQ, block)
             key, value = (_side_by_side(x, block.key_SK, block) for x in (key_NHD, value_NHD))

@@ -10,6 +10,7 @@ H: heads, D: head size.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,7 +78,7 @@ def structure_of(name: str, subtree_end_N: Tensor, num_before: int = 0) -> TreeA
     if name == NAMES["auto"]:
         name = NAMES["flex" if subtree_end_N.is_cuda else "sdpa"]
     if name == NAMES["sdpa"]:
-        return Forest.of(subtree_end_N, num_before)
+        return Forest.of(subtree_end_N)
     assert name in NAMES.values(), f"{name}: any other attention would build an N x N mask"
     return FlexTree.of(subtree_end_N, num_before, flash=name == NAMES["flash"])
 
@@ -110,12 +111,11 @@ def forest_attention(
         raise UserError(f"its attention wants {', '.join(asked)}")
     if forest is None:
         raise UserError("it does not hand the structure of a row on to its attention")
+    before: Sequence[tuple[Tensor, Tensor]] = ()
     if isinstance(forest, BelowPath):
         forest, path = forest
         assert isinstance(module.layer_idx, int)
-        key_1HND, value_1HND = path.extended(
-            module.layer_idx, key_1HND, value_1HND, forest.num_fill
-        )
+        before = path.before(module.layer_idx, key_1HND, value_1HND)
     out_1NHD = forest.attend(
         query_1HND,
         key_1HND,
@@ -124,6 +124,7 @@ def forest_attention(
         dropout=dropout,
         window=sliding_window or None,
         sink_H=s_aux,
+        before=before,
     )
     return out_1NHD, None
 
