@@ -34,7 +34,7 @@ TOKEN_DTYPES = {
 
 
 def dtype_of_results(dtype: torch.dtype) -> torch.dtype:
-    """In which all is worked out, and given back, of numbers of this dtype."""
+    """Return the dtype in which inputs of this one are accumulated, and results returned."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -59,9 +59,7 @@ def check_targets(
     softcap: float | None,
     sampling_mask: SamplingMask | None,
 ) -> Targets:
-    """Return what is asked about rows [..., X] of logits, or of hidden states that will become
-    such; flat.
-    """
+    """Return the flat targets of rows [..., X] of logits, or of states that will become such."""
     shape, device = rows.shape[:-1], rows.device
     ids_T = flat_tokens("target_ids_T", target_ids, shape, INTEGERS, device, torch.int64)
     if softcap is not None and not 0 < softcap < math.inf:
@@ -99,9 +97,9 @@ def check_tokens(
 ) -> None:
     check_plain(name, tensor)
     if tensor.shape != torch.Size(shape) or tensor.dtype not in dtypes:
-        others = f" (or {', '.join(map(str, dtypes[1:]))})" if dtypes[1:] else ""
+        alternatives = f" (or {', '.join(map(str, dtypes[1:]))})" if dtypes[1:] else ""
         raise ValueError(
-            f"{name} must be {dtypes[0]} {list(shape)}{others}, got {tensor.dtype} "
+            f"{name} must be {dtypes[0]} {list(shape)}{alternatives}, got {tensor.dtype} "
             f"{tuple(tensor.shape)}".replace("torch.", "")
         )
     if tensor.device != device:
@@ -197,16 +195,16 @@ def _temperature(
     """[T], of stride 0 when it is one number."""
     if isinstance(temperature, Tensor):
         dtypes = TOKEN_DTYPES["temperature"]
-        given_T = flat_tokens("temperature", temperature, shape, dtypes, device, dtype)
-        if checks_values(device) and not bool((given_T > 0).all()):
+        temperature_T = flat_tokens("temperature", temperature, shape, dtypes, device, dtype)
+        if checks_values(device) and not bool((temperature_T > 0).all()):
             raise ValueError(
-                f"temperature must be above 0 in every row, got {float(given_T.min())}"
+                f"temperature must be above 0 in every row, got {float(temperature_T.min())}"
             )
-        return given_T
+        return temperature_T
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature={temperature} must be above 0 and finite")
-    one = torch.full((1,), temperature, dtype=dtype, device=device)
-    return one.expand(math.prod(shape))
+    scalar = torch.full((1,), temperature, dtype=dtype, device=device)
+    return scalar.expand(math.prod(shape))
 
 
 def _check_mask(mask: SamplingMask, num_rows: int, device: torch.device) -> None:

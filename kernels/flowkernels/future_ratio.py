@@ -108,15 +108,15 @@ def future_factor(
             released code. The tokens are all those of the mean then: the others' factors grow by
             the sum of all weights over the sum of theirs. The KL term keeps its mean.
     """
-    part_T = _takes_part(log_ratio_T, advantage_T, weight_T, cu_seqlens_S1, future, dual_clip)
+    takes_part_T = _takes_part(log_ratio_T, advantage_T, weight_T, cu_seqlens_S1, future, dual_clip)
     ratio_T = future_ratio(
         log_ratio_T, advantage_T, weight_T, cu_seqlens_S1, future, dual_clip, impl
     )
-    factor_T = (1 + future.coef * ratio_T) * part_T
+    factor_T = (1 + future.coef * ratio_T) * takes_part_T
     if not leaves_mean:
         return factor_T
-    kept = (weight_T * part_T).sum()
-    return factor_T * torch.where(kept > 0, weight_T.sum() / kept, 0.0)
+    part_weight = (weight_T * takes_part_T).sum()
+    return factor_T * torch.where(part_weight > 0, weight_T.sum() / part_weight, 0.0)
 
 
 def _takes_part(

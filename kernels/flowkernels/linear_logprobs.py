@@ -55,8 +55,8 @@ def _scores_backward(ctx: Any, dscore_3T: Tensor) -> tuple[Any, ...]:
     *tensors, mask_ids, mask_offsets = ctx.saved_tensors
     needs = [bool(need) for need in ctx.needs_input_grad[:3]]
     flat = (*tensors, ctx.softcap, mask_ids, mask_offsets)
-    found = _linear_gradient_op(*flat, dscore_3T.contiguous(), needs, *ctx.options)
-    return (*(g if need else None for g, need in zip(found, needs, strict=True)), *[None] * 9)
+    gradients = _linear_gradient_op(*flat, dscore_3T.contiguous(), needs, *ctx.options)
+    return (*(g if need else None for g, need in zip(gradients, needs, strict=True)), *[None] * 9)
 
 
 _linear_scores_op.register_autograd(_scores_backward, setup_context=_save_scores)

@@ -106,16 +106,16 @@ def linear_policy_loss(
         ValueError: an argument that does not fit, with its name and value.
         RuntimeError: a second backward pass through one loss, as for `policy_loss`.
     """
-    flat_TD, whole_VD, whole_V = plain_head(hidden_TD, weight_VD, bias_V)
+    flat_TD, full_VD, full_V = plain_head(hidden_TD, weight_VD, bias_V)
     head = new_head(
         flat_TD,
-        whole_VD,
-        whole_V,
+        full_VD,
+        full_V,
         fp32_logits=fp32_logits,
         memory_budget=memory_budget,
     )
     targets = check_targets(
-        hidden_TD, len(whole_VD), target_ids_T, temperature, softcap, sampling_mask
+        hidden_TD, len(full_VD), target_ids_T, temperature, softcap, sampling_mask
     )
     inputs = TokenInputs(
         advantage_T=advantage_T,
@@ -130,11 +130,11 @@ def linear_policy_loss(
     if not isinstance(spec, LossSpec):
         out = _two_passes(head, flat_TD, targets, spec, inputs, impl)
         return out.view(target_ids_T.shape)
-    wanted = (flat_TD, whole_VD, whole_V)
-    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in wanted]
+    head_tensors = (flat_TD, full_VD, full_V)
+    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in head_tensors]
     flat = (*targets.flat(), *inputs.corrected(spec).flat(), spec.encoded)
-    how = resolve_compact(compact, flat_TD.device)
-    results = _linear_loss_op(*wanted, *flat, needs, how, *head.options(impl))
+    mode = resolve_compact(compact, flat_TD.device)
+    results = _linear_loss_op(*head_tensors, *flat, needs, mode, *head.options(impl))
     return PolicyLoss.of(results[0], *results[-2:]).view(target_ids_T.shape)
 
 

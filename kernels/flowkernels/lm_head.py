@@ -64,10 +64,10 @@ class LMHead:
         dtype = dtype_of_results(hidden_CD.dtype) if self.fp32_logits else hidden_CD.dtype
         num_vocab, width = len(self.weight_VD), max(1, 16 // dtype.itemsize)
         stride = -(-num_vocab // width) * width
-        whole = hidden_CD.new_empty((len(hidden_CD), stride), dtype=dtype)
+        padded = hidden_CD.new_empty((len(hidden_CD), stride), dtype=dtype)
         # oneDNN multiplies what lies between rows by zero (torch 2.13 on AMX): NaN, if it was that.
-        whole[:, num_vocab:] = 0
-        out_CV = whole[:, :num_vocab]
+        padded[:, num_vocab:] = 0
+        out_CV = padded[:, :num_vocab]
         if self.bias_V is None or dtype != hidden_CD.dtype:
             _product(hidden_CD, self.weight_VD.t(), out_CV)
             return out_CV if self.bias_V is None else out_CV.add_(self.bias_V)
@@ -140,7 +140,7 @@ class Gradients:
         return cls(hidden, bias, needs[1])
 
     def clear_hidden(self, row_C: Tensor | slice = slice(None)) -> None:
-        """Rows of which not all will be written."""
+        """Zero rows of which not all will be written."""
         if self.hidden_TD is not None:
             self.hidden_TD[row_C] = 0
 
@@ -179,8 +179,9 @@ class Gradients:
         if self.weight_VD is not None:
             _accumulate(dlogits_CV.t(), hidden_CD, self.weight_VD)
         elif self.needs_weight:
-            own = hidden_CD.dtype
-            dtype, shape = own if is_only else dtype_of_results(own), head.weight_VD.shape
+            # A sum over chunks in 16 bits would round at each of them; one product rounds once.
+            dtype = hidden_CD.dtype if is_only else dtype_of_results(hidden_CD.dtype)
+            shape = head.weight_VD.shape
             self.weight_VD = torch.empty(shape, dtype=dtype, device=hidden_CD.device)
             _product(dlogits_CV.t(), hidden_CD, self.weight_VD)
         if self.bias_V is not None:
@@ -191,9 +192,9 @@ class Gradients:
         example, weight_VD = head.weight_VD, self.weight_VD
         if weight_VD is None and self.needs_weight:  # no chunk had a row
             weight_VD = torch.zeros(example.shape, dtype=example.dtype, device=example.device)
-        found = (self.hidden_TD, weight_VD, self.bias_V)
         hidden, weight, bias = (
-            example.new_empty((0,)) if g is None else g.to(example.dtype) for g in found
+            example.new_empty((0,)) if g is None else g.to(example.dtype)
+            for g in (self.hidden_TD, weight_VD, self.bias_V)
         )
         return hidden, weight, bias
 

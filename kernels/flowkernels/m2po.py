@@ -49,5 +49,6 @@ def second_moment_bound(size_M: Tensor, threshold: float) -> float:
     num_kept = int((mean_M <= threshold).sum())  # a mean of ascending numbers ascends
     if num_kept == len(size_M):
         return math.inf
-    kept_M = size_M[size_M < size_M[num_kept]]
-    return (float(size_M[num_kept]) + (float(kept_M[-1]) if len(kept_M) else 0.0)) / 2
+    # Equal sizes go together, so the largest that stays is below the first that goes.
+    smaller_M = size_M[size_M < size_M[num_kept]]
+    return (float(size_M[num_kept]) + (float(smaller_M[-1]) if len(smaller_M) else 0.0)) / 2

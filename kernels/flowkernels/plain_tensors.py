@@ -41,8 +41,8 @@ def plain_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
     head = flat_rows("hidden_TD", hidden), weight, bias
     dtypes = {x.dtype for x in head if x is not None}
     device = hidden.device.type
-    is_unlike = len(dtypes) > 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
-    if not is_unlike or not torch.is_autocast_enabled(device):
+    is_mixed = len(dtypes) > 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
+    if not is_mixed or not torch.is_autocast_enabled(device):
         return head
     dtype = torch.get_autocast_dtype(device)
     return head[0].to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -64,8 +64,9 @@ def _gathered(tensor: Tensor) -> Tensor:
         return tensor
     from torch.distributed.tensor import Partial
 
-    whole: Tensor = sharded.full_tensor(grad_placements=[Partial("avg")] * sharded.device_mesh.ndim)
-    return whole
+    placements = [Partial("avg")] * sharded.device_mesh.ndim
+    full_tensor: Tensor = sharded.full_tensor(grad_placements=placements)
+    return full_tensor
 
 
 def _as_dtensor(tensor: Tensor) -> Any:

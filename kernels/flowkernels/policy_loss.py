@@ -77,7 +77,7 @@ class PolicyLoss:
         )
 
     def view(self, shape: Sequence[int]) -> PolicyLoss:
-        """The same, with the log-probs and entropies seen in the shape of the targets."""
+        """Return the result with log-probs and entropies in the shape of the targets."""
         logprob_T, entropy_T = self.logprob_T.view(shape), self.entropy_T.view(shape)
         return replace(self, logprob_T=logprob_T, entropy_T=entropy_T)
 
@@ -124,11 +124,12 @@ def scored_loss(
 
 
 def add_slopes(loss: Tensor, score_3T: Tensor, slopes: Slopes) -> Tensor:
-    """Add a zero that has the gradient: x - x.detach() is 0 with slope 1."""
-    found = (slopes.logprob_T, slopes.entropy_T, slopes.lse_T)  # in the order of `Score`
-    slope_3T = torch.stack([torch.zeros_like(found[0]) if x is None else x for x in found])
-    moved_3T = torch.where(slope_3T != 0, score_3T - score_3T.detach(), 0.0)
-    return loss + (slope_3T * moved_3T).sum()
+    """Add a zero to the loss that carries its gradient: x - x.detach() is 0 with slope 1."""
+    slopes_T = (slopes.logprob_T, slopes.entropy_T, slopes.lse_T)  # in the order of `Score`
+    slope_3T = torch.stack([torch.zeros_like(slopes_T[0]) if x is None else x for x in slopes_T])
+    # Where the slope is 0 the score may be infinite, and inf - inf is NaN.
+    zero_3T = torch.where(slope_3T != 0, score_3T - score_3T.detach(), 0.0)
+    return loss + (slope_3T * zero_3T).sum()
 
 
 @torch.library.custom_op(
@@ -180,9 +181,9 @@ def register_gradients(operator: Any) -> None:
         if hasattr(ctx, "is_taken"):
             raise RuntimeError(TAKEN_TWICE)
         ctx.is_taken = True
-        given = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-        found = [_scaled(gradient, dloss) if need else None for gradient, need in given]
-        return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
+        saved = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        gradients = [_scaled(gradient, dloss) if need else None for gradient, need in saved]
+        return *gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients))
 
     operator.register_autograd(backward, setup_context=save)
 
@@ -197,8 +198,8 @@ def scale_(gradient: Tensor, factor: Tensor) -> None:
 
         policy_loss_triton.scale_(gradient, factor)
     elif gradient.is_cuda or float(factor) != 1.0:
-        for part in gradient.split(64):  # in fp32, and without a copy of all of it
-            part.copy_(part.to(torch.promote_types(part.dtype, factor.dtype)) * factor)
+        for rows in gradient.split(64):  # in fp32, and without a copy of all of it
+            rows.copy_(rows.to(torch.promote_types(rows.dtype, factor.dtype)) * factor)
     torch.autograd.graph.increment_version(gradient)  # it may be taken once
 
 
@@ -216,8 +217,8 @@ def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     stay.
     """
     if type(gradient) is not Tensor:
-        wide = gradient.to(torch.promote_types(gradient.dtype, factor.dtype))
-        return (wide * factor).to(gradient.dtype)
+        fp32_gradient = gradient.to(torch.promote_types(gradient.dtype, factor.dtype))
+        return (fp32_gradient * factor).to(gradient.dtype)
     scale_rows_(gradient, factor)
     return gradient
 
@@ -345,6 +346,7 @@ def _run(
         flat = (*targets.flat(), *inputs.flat(), spec.encoded)
         loss, _, column_7T, stats = _policy_loss_op(logits_TV, *flat, needs_gradient, impl)
     if writes:
+        # So autograd refuses an earlier use of the logits, whose backward pass would read garbage.
         torch.autograd.graph.increment_version(logits_TV)
         loss = HandOver.apply(loss, logits_TV)
     return PolicyLoss.of(loss, column_7T, stats)

@@ -91,8 +91,8 @@ def diff(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, 
     counts = torch.bincount(index_C // BLOCK_WORDS, minlength=_num_blocks(len(old))).int()
     old_C, new_C = old[index_C], new[index_C]
     change = torch.zeros(2, dtype=torch.int64, device=old.device)
-    for part in _chunks(len(index_C)):
-        change += _weighted(_squares(new_C[part]) - _squares(old_C[part]), first + index_C[part])
+    for chunk in _chunks(len(index_C)):
+        change += _weighted(_squares(new_C[chunk]) - _squares(old_C[chunk]), first + index_C[chunk])
     return counts, (index_C % BLOCK_WORDS).short(), new_C - old_C, change
 
 
@@ -110,11 +110,11 @@ def scatter(words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, fir
     """Add the diffs; return the digest change."""
     index_C = _indices(counts, positions)
     change = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for part in _chunks(len(index_C)):
-        old = words[index_C[part]]
-        new = old + diffs[part]
-        words[index_C[part]] = new
-        change += _weighted(_squares(new) - _squares(old), first + index_C[part])
+    for chunk in _chunks(len(index_C)):
+        old = words[index_C[chunk]]
+        new = old + diffs[chunk]
+        words[index_C[chunk]] = new
+        change += _weighted(_squares(new) - _squares(old), first + index_C[chunk])
     return change
 
 
@@ -122,9 +122,9 @@ def scatter(words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, fir
 def digest(words: Tensor, first: int) -> Tensor:
     """The digest of a piece."""
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for part in _chunks(len(words)):
-        index = torch.arange(first + part.start, first + part.stop, device=words.device)
-        total += _weighted(_squares(words[part]), index)
+    for chunk in _chunks(len(words)):
+        index = torch.arange(first + chunk.start, first + chunk.stop, device=words.device)
+        total += _weighted(_squares(words[chunk]), index)
     return total
 
 
@@ -205,8 +205,8 @@ def diff_pieces(
     for first, old in zip(firsts, words, strict=True):
         _check_first(first, len(old))
     impl = resolve_impl(impl, olds[0].device)
-    found = diff_all(impl, words, lambda piece: _new_words(olds[piece], new_of(piece)), firsts)
-    return [WordDiff(*each) for each in found]
+    diffs = diff_all(impl, words, lambda piece: _new_words(olds[piece], new_of(piece)), firsts)
+    return [WordDiff(*fields) for fields in diffs]
 
 
 def diffs_to_host(diffs: Sequence[WordDiff]) -> list[WordDiff]:
@@ -216,16 +216,18 @@ def diffs_to_host(diffs: Sequence[WordDiff]) -> list[WordDiff]:
         diffs: at least one, on one device.
     """
     fields = ("counts", "positions", "diffs", "digest_change")
-    parts = [[getattr(each, field) for each in diffs] for field in fields]
-    whole = [torch.cat(each) for each in parts]
-    on_gpu = whole[0].is_cuda
-    on_host = [torch.empty_like(each, device="cpu", pin_memory=on_gpu) for each in whole]
-    for to, each in zip(on_host, whole, strict=True):
-        to.copy_(each, non_blocking=True)
+    pieces = [[getattr(diff, field) for diff in diffs] for field in fields]
+    joined = [torch.cat(tensors) for tensors in pieces]
+    on_gpu = joined[0].is_cuda
+    # Copies to pinned memory do not wait for one another; the one wait is below.
+    on_host = [torch.empty_like(source, device="cpu", pin_memory=on_gpu) for source in joined]
+    for target, source in zip(on_host, joined, strict=True):
+        target.copy_(source, non_blocking=True)
     if on_gpu:
-        torch.cuda.current_stream(whole[0].device).synchronize()
-    cut = [to.split([len(x) for x in each]) for to, each in zip(on_host, parts, strict=True)]
-    return [WordDiff(*each) for each in zip(*cut, strict=True)]
+        torch.cuda.current_stream(joined[0].device).synchronize()
+    sizes = [[len(tensor) for tensor in tensors] for tensors in pieces]
+    cut = [host.split(lengths) for host, lengths in zip(on_host, sizes, strict=True)]
+    return [WordDiff(*host_fields) for host_fields in zip(*cut, strict=True)]
 
 
 def scatter_words_(
@@ -283,8 +285,8 @@ def digest_words(words: Tensor, first: int = 0, *, impl: str = "auto") -> Tensor
     impl = resolve_impl(impl, words.device)
     flat = _as_words("words", words)
     _check_first(first, len(flat))
-    found: Tensor = _digest_op(flat, first, impl)
-    return found
+    total: Tensor = _digest_op(flat, first, impl)
+    return total
 
 
 def digest_at(words: Tensor, index: Tensor) -> Tensor:
@@ -306,10 +308,10 @@ def digest_at(words: Tensor, index: Tensor) -> Tensor:
             "words must be int16 and index int64 of the same shape and device, got "
             + given.replace("torch.", "")
         )
-    flat, at = words.reshape(-1), index.reshape(-1)
+    flat, flat_index = words.reshape(-1), index.reshape(-1)
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for part in _chunks(len(flat)):
-        total += _weighted(_squares(flat[part]), at[part])
+    for chunk in _chunks(len(flat)):
+        total += _weighted(_squares(flat[chunk]), flat_index[chunk])
     return total
 
 
@@ -343,8 +345,8 @@ def _check_first(first: int, num_words: int) -> None:
 def _check_delta(
     name: str, tensor: Tensor, dtype: torch.dtype, num: int, device: torch.device
 ) -> None:
-    found = (tensor.dtype, tensor.shape, tensor.device)
-    if found != (dtype, (num,), device) or not tensor.is_contiguous():
+    form = (tensor.dtype, tensor.shape, tensor.device)
+    if form != (dtype, (num,), device) or not tensor.is_contiguous():
         layout = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
         wanted = f"{dtype} [{num}] on {device}"
         given = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}{layout}"

@@ -107,12 +107,12 @@ def compact_kernel(
         # Through shared memory as one number, where the compiler would send pointers of 64 bits:
         # 17 bits hold the difference, those above count the changes up to here.
         packed = tl.cumsum((old != new).to(tl.int32), axis=0) * 2**17 + (new - old + 2**16)
-        place = tl.arange(0, TILE)
-        packed = tl.gather(packed, place, axis=0)
-        at, change = (packed >> 17) - 1, packed.to(tl.int16)
-        position = (tile % (BLOCK_WORDS // TILE)) * TILE + place
-        tl.store(positions_ptr + begin + at, position.to(tl.int16), mask=change != 0)
-        tl.store(diffs_ptr + begin + at, change, mask=change != 0)
+        offset = tl.arange(0, TILE)
+        packed = tl.gather(packed, offset, axis=0)
+        slot, change = (packed >> 17) - 1, packed.to(tl.int16)
+        position = (tile % (BLOCK_WORDS // TILE)) * TILE + offset
+        tl.store(positions_ptr + begin + slot, position.to(tl.int16), mask=change != 0)
+        tl.store(diffs_ptr + begin + slot, change, mask=change != 0)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -145,14 +145,14 @@ def scatter_kernel(
 
 @triton.jit
 def _load_tiles(
-    ptr, limit, places, TILE: tl.constexpr
+    ptr, limit, offsets, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """The words of LOADS tiles; 0 from `limit` on."""
     return (
-        _load_word(ptr + places, places < limit),
-        _load_word(ptr + TILE + places, places < limit - TILE),
-        _load_word(ptr + 2 * TILE + places, places < limit - 2 * TILE),
-        _load_word(ptr + 3 * TILE + places, places < limit - 3 * TILE),
+        _load_word(ptr + offsets, offsets < limit),
+        _load_word(ptr + TILE + offsets, offsets < limit - TILE),
+        _load_word(ptr + 2 * TILE + offsets, offsets < limit - 2 * TILE),
+        _load_word(ptr + 3 * TILE + offsets, offsets < limit - 3 * TILE),
     )
 
 
@@ -165,11 +165,11 @@ def digest_kernel(
     words_ptr += begin
     num_words = tl.minimum(num_words - begin, TILE * NUM_TILES).to(tl.int32)
     LANES: tl.constexpr = TILE // WIDTH
-    places = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    offsets = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     a, b, one = tl.zeros([LANES], tl.int64), tl.zeros([LANES], tl.int64), _one()
-    x = _x(first + begin + places)
+    x = _x(first + begin + offsets)
     for start in range(0, num_words, LOADS * TILE):
-        loaded = _load_tiles(words_ptr + start, num_words - start, places, TILE)
+        loaded = _load_tiles(words_ptr + start, num_words - start, offsets, TILE)
         for i in tl.static_range(LOADS):
             squares = _square(loaded[i], one)
             c_a, c_b = _coefficients(x, one)
@@ -193,7 +193,8 @@ def diff_all(
 ) -> list[Changes]:
     """Launcher, see `sparse_delta.diff_all`. The host waits where it reads how many there are."""
     bounds = [_tile_bounds(old, new_of(piece)) for piece, old in enumerate(olds)]
-    nums = torch.stack([each[-1] for each in bounds]).tolist() if bounds else []
+    # One read for all pieces: each .tolist() would wait for the device.
+    nums = torch.stack([tile_bounds[-1] for tile_bounds in bounds]).tolist() if bounds else []
     return [
         _compacted(old, new_of(piece), bounds[piece], nums[piece], first)
         for piece, (old, first) in enumerate(zip(olds, firsts, strict=True))

@@ -38,7 +38,7 @@ class SamplingMask:
         return SamplingMask(self.token_ids_K, self.offsets_T1[rows.start : rows.stop + 1])
 
     def trimmed(self) -> SamplingMask:
-        """The same with its own ids alone, and offsets from 0 on."""
+        """Return the mask with the ids of its rows alone, and offsets from 0 on."""
         begin, end = int(self.offsets_T1[0]), int(self.offsets_T1[-1])
         if end - begin == len(self.token_ids_K):
             return self
@@ -106,8 +106,8 @@ class Slopes:
     lse_T: Tensor | None = None
 
     def __getitem__(self, rows: slice | Tensor) -> Slopes:
-        of_rows = (None if x is None else x[rows] for x in (self.entropy_T, self.lse_T))
-        return Slopes(self.logprob_T[rows], *of_rows)
+        optional = (None if x is None else x[rows] for x in (self.entropy_T, self.lse_T))
+        return Slopes(self.logprob_T[rows], *optional)
 
 
 def unflatten(

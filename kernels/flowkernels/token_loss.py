@@ -62,14 +62,12 @@ class TokenInputs:
             bounds_S1 = bounds_S1.clamp(block.start, block.stop) - block.start
         return self._indexed(block, bounds_S1)
 
-    def at(self, is_chosen_T: Tensor, index_A: Tensor) -> TokenInputs:
-        """The inputs of the chosen tokens, named both ways; their sequences shrink accordingly."""
+    def at(self, is_active_T: Tensor, index_A: Tensor) -> TokenInputs:
+        """The inputs of the active tokens, named both ways; their sequences shrink accordingly."""
         bounds_S1 = self.cu_seqlens_S1
         if bounds_S1 is not None:
-            num_before = torch.cat(
-                [is_chosen_T.new_zeros(1, dtype=torch.int64), is_chosen_T.cumsum(0)]
-            )
-            bounds_S1 = num_before[bounds_S1.long()]
+            zero = is_active_T.new_zeros(1, dtype=torch.int64)
+            bounds_S1 = torch.cat([zero, is_active_T.cumsum(0)])[bounds_S1.long()]
         return self._indexed(index_A, bounds_S1)
 
     def _indexed(self, index: slice | Tensor, cu_seqlens_S1: Tensor | None) -> TokenInputs:
@@ -176,12 +174,13 @@ def by_autograd(loss: Callable[[Tokens], Tensor]) -> TokenLossFn:
 
     def with_slopes(tokens: Tokens) -> TokenLoss:
         with torch.enable_grad():
-            given = [
+            leaves = [
                 x.detach().requires_grad_()
                 for x in (tokens.logprob_T, tokens.entropy_T, tokens.lse_T)
             ]
-            own = replace(tokens, logprob_T=given[0], entropy_T=given[1], lse_T=given[2])
-            loss_T = loss(own)
+            loss_T = loss(
+                replace(tokens, logprob_T=leaves[0], entropy_T=leaves[1], lse_T=leaves[2])
+            )
             if loss_T.shape != tokens.logprob_T.shape:
                 raise ValueError(
                     f"the loss has the shape {tuple(loss_T.shape)}, not one number for each of "
@@ -189,17 +188,18 @@ def by_autograd(loss: Callable[[Tokens], Tensor]) -> TokenLossFn:
                 )
             weight_T = tokens.weight_T
             total = torch.where(weight_T != 0, weight_T * loss_T, 0.0).sum()
-            weighted = torch.autograd.grad(total, given, allow_unused=True)
-        none_T = torch.zeros_like(tokens.logprob_T)
+            weighted = torch.autograd.grad(total, leaves, allow_unused=True)
+        zeros_T = torch.zeros_like(tokens.logprob_T)
+        # `policy_loss` multiplies by the weights again.
         slopes = [
             None if x is None else torch.where(weight_T != 0, x / weight_T, 0.0) for x in weighted
         ]
         # The statistics are those of any loss; here nothing is known of a clip.
-        plain = token_loss(LossSpec("nll"), tokens)
+        nll = token_loss(LossSpec("nll"), tokens)
         return replace(
-            plain,
+            nll,
             loss_T=loss_T.detach(),
-            dlogprob_T=none_T if slopes[0] is None else slopes[0],
+            dlogprob_T=zeros_T if slopes[0] is None else slopes[0],
             dentropy_T=slopes[1],
             dlse_T=slopes[2],
         )
@@ -222,10 +222,10 @@ def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
         loss_T, dratio_T = -advantage_T * logprob_T, -advantage_T
         is_clipped_T = torch.zeros_like(logprob_T, dtype=torch.bool)
     elif spec.loss_type == "cispo":
-        loss_T, dratio_T, is_clipped_T = _bounded_weight(spec, log_ratio_T, advantage_T, logprob_T)
+        loss_T, dratio_T, is_clipped_T = _cispo(spec, log_ratio_T, advantage_T, logprob_T)
     else:
         if spec.loss_type == "gspo":
-            log_ratio_T = _of_sequence(log_ratio_T, tokens)
+            log_ratio_T = _sequence_mean(log_ratio_T, tokens)
         loss_T, dratio_T, is_clipped_T = _clipped_ratio(spec, log_ratio_T, advantage_T)
     dlogprob_T = torch.zeros_like(logprob_T)
 
@@ -246,7 +246,8 @@ def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
         dlogprob_T = spec.kl_coef * slope_T
     dsequence_T = None
     if spec.loss_type == "gspo":
-        dsequence_T = _of_sequence(tokens.weight_T * dratio_T, tokens)
+        # The ratio is that of a mean over the sequence, so each of its tokens moves all of them.
+        dsequence_T = _sequence_mean(tokens.weight_T * dratio_T, tokens)
     else:
         dlogprob_T = dlogprob_T + dratio_T
     dentropy_T = None
@@ -326,11 +327,11 @@ def _clipped_ratio(
         is_dual_T = (advantage_T < 0) & (loss_T > bound_T)
         loss_T = torch.where(is_dual_T, bound_T, loss_T)
         is_clipped_T = is_clipped_T | is_dual_T
-    has_no_gradient_T = is_clipped_T | (log_ratio_T.abs() > limit)
-    return loss_T, torch.where(has_no_gradient_T, 0.0, -unclipped_T), is_clipped_T
+    is_flat_T = is_clipped_T | (log_ratio_T.abs() > limit)
+    return loss_T, torch.where(is_flat_T, 0.0, -unclipped_T), is_clipped_T
 
 
-def _bounded_weight(
+def _cispo(
     spec: LossSpec, log_ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """CISPO: the ratio, bounded above, is a constant weight of the log-likelihood gradient."""
@@ -339,7 +340,7 @@ def _bounded_weight(
     return slope_T * logprob_T, slope_T, ratio_T > 1 + spec.clip_high
 
 
-def _of_sequence(value_T: Tensor, tokens: Tokens) -> Tensor:
+def _sequence_mean(value_T: Tensor, tokens: Tokens) -> Tensor:
     assert tokens.cu_seqlens_S1 is not None
     return sequence_mean(value_T, tokens.weight_T != 0, tokens.cu_seqlens_S1)
 
