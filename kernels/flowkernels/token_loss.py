@@ -62,12 +62,12 @@ class TokenInputs:
             bounds_S1 = bounds_S1.clamp(block.start, block.stop) - block.start
         return self._indexed(block, bounds_S1)
 
-    def at(self, is_active_T: Tensor, index_A: Tensor) -> TokenInputs:
-        """The inputs of the active tokens, named both ways; their sequences shrink accordingly."""
+    def at(self, is_chosen_T: Tensor, index_A: Tensor) -> TokenInputs:
+        """The inputs of the chosen tokens, named both ways; their sequences shrink accordingly."""
         bounds_S1 = self.cu_seqlens_S1
         if bounds_S1 is not None:
-            zero = is_active_T.new_zeros(1, dtype=torch.int64)
-            bounds_S1 = torch.cat([zero, is_active_T.cumsum(0)])[bounds_S1.long()]
+            zero = is_chosen_T.new_zeros(1, dtype=torch.int64)
+            bounds_S1 = torch.cat([zero, is_chosen_T.cumsum(0)])[bounds_S1.long()]
         return self._indexed(index_A, bounds_S1)
 
     def _indexed(self, index: slice | Tensor, cu_seqlens_S1: Tensor | None) -> TokenInputs:
