@@ -17,8 +17,8 @@ def end_on_signals() -> None:
     that puts it into the background of a script has SIGINT ignored.
     """
     if threading.current_thread() is threading.main_thread():  # where Python allows it
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.default_int_handler)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
 
 
 def end_process(code: int) -> NoReturn:

@@ -49,7 +49,7 @@ class Lock:
                 its file system has no locks.
         """
         with writing(path):
-            made = make_folder(path.parent)
+            new_folders = make_folder(path.parent)
         self._subject, self._path = subject, path.parent.resolve() / path.name
         with _guard:
             held = _held.get(self._path)
@@ -57,8 +57,8 @@ class Lock:
                 taken = _take(self._path)
                 if isinstance(taken, str):
                     raise UserError(f"{subject} is in use by {taken}; {cure}")
-                held = _held[self._path] = _Held(self._path, taken, made)
-        self._held: _Held | None = held
+                held = _held[self._path] = _HeldLock(self._path, taken, new_folders)
+        self._held: _HeldLock | None = held
 
     @classmethod
     def of_folder(cls, folder: Path, cure: str) -> Lock:
@@ -99,21 +99,22 @@ class Lock:
         self.release()
 
 
-class _Held:
+class _HeldLock:
     """A lock of this process, which it has as long as a `Lock` refers to this."""
 
-    def __init__(self, path: Path, descriptor: int, made: list[Path]) -> None:
+    def __init__(self, path: Path, descriptor: int, new_folders: list[Path]) -> None:
         self.descriptor = descriptor
-        self.end = weakref.finalize(self, _free, path, descriptor, made)
+        self.end = weakref.finalize(self, _free, path, descriptor, new_folders)
 
 
-def _free(path: Path, descriptor: int, made: list[Path]) -> None:
+def _free(path: Path, descriptor: int, new_folders: list[Path]) -> None:
     """Give a lock back; folders that were made for it go if they are empty."""
+    # Deleted while it is locked: whoever opened it before sees that, and makes a new one.
     if _is_in_place(path, descriptor):
         path.unlink(missing_ok=True)
     os.close(descriptor)
     with suppress(OSError):
-        for folder in made:
+        for folder in new_folders:
             folder.rmdir()
 
 
@@ -177,5 +178,5 @@ def _name_in(descriptor: int) -> str:
 
 
 _guard = threading.RLock()
-_held: weakref.WeakValueDictionary[Path, _Held] = weakref.WeakValueDictionary()
+_held: weakref.WeakValueDictionary[Path, _HeldLock] = weakref.WeakValueDictionary()
 os.register_at_fork(after_in_child=_leave_to_parent)
