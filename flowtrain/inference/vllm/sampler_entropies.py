@@ -48,18 +48,19 @@ def _has(sampler: Any, *names: str) -> bool:
 
 def _record_older(sampler: Any) -> None:
     sample, gather = sampler.sample, sampler.gather_logprobs
-    drawn: list[Tensor] = []
+    pending: list[Tensor] = []
     """The entropies of the batch whose log-probs are gathered next."""
 
-    def noting(logits: Tensor, metadata: Any, *args: Any, **options: Any) -> Any:
-        drawn[:] = [_entropies(logits, metadata.temperature)]
+    def sample_noting(logits: Tensor, metadata: Any, *args: Any, **options: Any) -> Any:
+        pending[:] = [_entropies(logits, metadata.temperature)]
         return sample(logits, metadata, *args, **options)
 
-    def telling(*args: Any, **options: Any) -> Any:
-        found = gather(*args, **options)
-        return _with_entropies(found, drawn.pop()) if drawn else found  # of a prompt: none
+    def gather_telling(*args: Any, **options: Any) -> Any:
+        logprobs = gather(*args, **options)
+        # Log-probs of a prompt come without a sample before them.
+        return _with_entropies(logprobs, pending.pop()) if pending else logprobs
 
-    sampler.sample, sampler.gather_logprobs = noting, telling
+    sampler.sample, sampler.gather_logprobs = sample_noting, gather_telling
 
 
 def _telling(kind: type[Any]) -> type[Any]:
@@ -70,21 +71,21 @@ def _telling(kind: type[Any]) -> type[Any]:
     class Telling(kind):
         def __call__(self, logits: Tensor, input_batch: Any) -> Any:
             output = super().__call__(logits, input_batch)
-            if (found := output.logprobs_tensors) is not None:
-                output.logprobs_tensors = _with_entropies(found, self.drawn_B)
+            if (logprobs := output.logprobs_tensors) is not None:
+                output.logprobs_tensors = _with_entropies(logprobs, self.entropy_B)
             return output
 
         def apply_sampling_params(self, *args: Any, **options: Any) -> Any:
             logits: Tensor = super().apply_sampling_params(*args, **options)
-            self.drawn_B = _entropies(logits.float(), None)
+            self.entropy_B = _entropies(logits.float(), None)
             return logits
 
     return Telling
 
 
-def _with_entropies(found: Any, entropy_B: Tensor) -> Any:
-    ranks = (entropy_B / _UNIT).round().to(found.selected_token_ranks.dtype)
-    return found._replace(selected_token_ranks=ranks)
+def _with_entropies(logprobs: Any, entropy_B: Tensor) -> Any:
+    ranks = (entropy_B / _UNIT).round().to(logprobs.selected_token_ranks.dtype)
+    return logprobs._replace(selected_token_ranks=ranks)
 
 
 def _entropies(logits_BV: Tensor, temperature_B: Tensor | None) -> Tensor:
