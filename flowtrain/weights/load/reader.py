@@ -22,12 +22,7 @@ from flowtrain import _delta
 from flowtrain.utils.errors import user_error
 from flowtrain.weights.format.files import read_delta, read_snapshot
 from flowtrain.weights.format.manifest import Digest, Manifest, StoreError, add, total_bytes
-from flowtrain.weights.format.tensor_shards import (
-    DeltaBatch,
-    TensorShard,
-    digest_change,
-    digest_of,
-)
+from flowtrain.weights.format.tensor_shards import DeltaBatch, TensorShard, digest_change, digest_of
 from flowtrain.weights.load.target import HostTensors, Target, check_layout
 from flowtrain.weights.ranks import on_all_ranks
 from flowtrain.weights.stores.folder import Source

@@ -38,7 +38,7 @@ from flowtrain.weights.stores.http import HttpObjects
 _log = logging.getLogger(__name__)
 
 _PIECE = 8 << 20
-"""What a download that was killed may lose, once for each connection."""
+"""Bytes that a download may lose when it is killed, once for each connection."""
 _CONNECTIONS = 4
 """Pieces under way or in memory at a time."""
 _BUCKETS = ("s3", "gs", "az")
