@@ -24,13 +24,13 @@ from flowkernels.token_loss import TokenInputs, TokenLossFn, check_inputs
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
 LOGPROB_DTYPES = (torch.float32, torch.float64)
-"""Of a log-prob in 16 bits too little is left for a ratio."""
+"""A log-prob in 16 bits leaves too few digits for a ratio."""
 TOKEN_DTYPES = {
     "advantage_T": DTYPES,
     "weight_T": (*DTYPES, torch.bool, *INTEGERS),
     "temperature": DTYPES,
 }
-"""What the other numbers of tokens may be."""
+"""The dtypes that other numbers of tokens may have."""
 
 
 def dtype_of_results(dtype: torch.dtype) -> torch.dtype:
@@ -183,7 +183,7 @@ def check_token_inputs(
 
 
 def _is_of_sequences(advantage: Tensor, cu_seqlens_S1: Tensor | None, shape: Sequence[int]) -> bool:
-    """One advantage per sequence; [T] where there are as many of these as tokens."""
+    """Tell whether there is one advantage per sequence; [T] is one per token, also where S = T."""
     if cu_seqlens_S1 is None or advantage.shape == torch.Size(shape):
         return False
     return advantage.shape == (len(cu_seqlens_S1) - 1,)
@@ -192,7 +192,7 @@ def _is_of_sequences(advantage: Tensor, cu_seqlens_S1: Tensor | None, shape: Seq
 def _temperature(
     temperature: float | Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """[T], of stride 0 when it is one number."""
+    """Return the temperatures [T], of stride 0 when it is one number."""
     if isinstance(temperature, Tensor):
         dtypes = TOKEN_DTYPES["temperature"]
         temperature_T = flat_tokens("temperature", temperature, shape, dtypes, device, dtype)

@@ -67,7 +67,7 @@ def score(
     gamma: float,
     clip: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(score, Omega, candidates) [T] each."""
+    """Return (score, Omega, candidates), [T] each."""
     sequence_T = sequence_ids(cu_seqlens_S1, len(log_ratio_T))
     future_T = (
         scan("torch", log_ratio_T, cu_seqlens_S1, mask_T, gamma).clamp(-LOG_LIMIT, LOG_LIMIT).exp()
@@ -83,8 +83,8 @@ def score(
 def _z_score(
     x_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int
 ) -> tuple[Tensor, Tensor]:
-    """(z-scores over the generated tokens of each sequence [T]; population standard deviations,
-    fp64 [S]).
+    """Return (z-scores over the generated tokens of each sequence [T]; population standard
+    deviations, fp64 [S]).
     """
     zeros_S = torch.zeros(num_sequences, dtype=torch.float64, device=x_T.device)
     num_S = zeros_S.index_add(0, sequence_T, mask_T.double()).clamp(min=1)
@@ -132,7 +132,8 @@ def discounted_reverse_scan(
     mask_T: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """S_i = m_i x_i + gamma S_{i+1} within each sequence, [T], in O(T) for any length. No gradient.
+    """Return S_i = m_i x_i + gamma S_{i+1} within each sequence, [T], in O(T) for any length. No
+    gradient.
 
     Args:
         x_T: [T] fp32, or fp64, in torch, which stays fp64.
@@ -207,8 +208,8 @@ def branch_points(
     mask_T: Tensor | None = None,
     allowed_T: Tensor | None = None,
 ) -> Tensor:
-    """The best candidates of each sequence, int64 [S, B], best first; -1 where there is none left.
-    Nothing is read by the host.
+    """Return the best candidates of each sequence, int64 [S, B], best first; -1 where there is none
+    left. Nothing is read by the host.
 
     Args:
         num_points: B, at most that many in a sequence.

@@ -28,8 +28,9 @@ def _combine(x_right, decay_right, x_left, decay_left) -> tuple[tl.tensor, tl.te
 
 @triton.jit
 def _scan_block(x, gamma, carry) -> tl.tensor:
-    """S of a block, given S of the token after it. Positions past the end hold x = 0, so that they
-    leave the carry as it is but for its decay, which is why the first block read must have carry 0.
+    """Return S of a block, given S of the token after it. Positions past the end hold x = 0, so
+    that they leave the carry as it is but for its decay, which is why the first block read must
+    have carry 0.
     """
     decay = tl.zeros_like(x) + gamma
     inner, decays = tl.associative_scan((x, decay), 0, _combine, reverse=True)
@@ -43,8 +44,8 @@ def _first(x) -> tl.tensor:
 
 @triton.jit
 def _std(squares, mean_error, total) -> tl.tensor:
-    """Standard deviation of the population, from squared deviations from a mean that is off by
-    `mean_error`.
+    """Return the standard deviation of the population, from squared deviations from a mean that is
+    off by `mean_error`.
     """
     mean = tl.sum(squares, axis=0) / total - mean_error * mean_error
     return tl.sqrt(tl.maximum(mean, 0.0, propagate_nan=tl.PropagateNan.ALL))
@@ -52,7 +53,7 @@ def _std(squares, mean_error, total) -> tl.tensor:
 
 @triton.jit
 def _bounds(cu_seqlens_ptr, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(begin, end, number of blocks) of this program's sequence."""
+    """Return (begin, end, number of blocks) of this program's sequence."""
     sequence = tl.program_id(0)
     begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
     end = tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int64)
@@ -61,7 +62,7 @@ def _bounds(cu_seqlens_ptr, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor, 
 
 @triton.jit
 def _tokens(start, end, mask_ptr, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(positions, which of them are in the sequence, which of these count) of a block."""
+    """Return (positions, which of them are in the sequence, which of these count) of a block."""
     position = start + tl.arange(0, BLOCK)
     is_in = position < end
     is_token = is_in
@@ -78,7 +79,7 @@ def _load(ptr, is_in, is_token) -> tl.tensor:
 
 @triton.jit
 def scan_kernel(x_ptr, mask_ptr, out_ptr, cu_seqlens_ptr, gamma, BLOCK: tl.constexpr) -> None:
-    """out_i = m_i x_i + gamma out_{i+1} within each sequence."""
+    """Write out_i = m_i x_i + gamma out_{i+1} within each sequence."""
     begin, end, num_blocks = _bounds(cu_seqlens_ptr, BLOCK)
     carry = 0.0
     for back in range(num_blocks):
@@ -94,7 +95,7 @@ def score_kernel(
     log_ratio_ptr, entropy_ptr, mask_ptr, omega_ptr, score_ptr, is_candidate_ptr, cu_seqlens_ptr,
     gamma, clip, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Omega, the two z-scores and the candidates of a sequence; see `branching.py`."""
+    """Write Omega, the two z-scores and the candidates of a sequence; see `branching.py`."""
     begin, end, num_blocks = _bounds(cu_seqlens_ptr, BLOCK)
     carry = 0.0
     zeros = tl.zeros([BLOCK], tl.float32)

@@ -23,8 +23,8 @@ from flowkernels.arguments import check_tokens
 from flowkernels.implementations import resolve_impl, with_launcher
 
 FORMS = ("llama", "olmo2", "gemma")
-"""Of RMSNorm. The normalised x is rounded before it is weighted (llama) or after; gemma's weight is
-1 + w."""
+"""The forms of RMSNorm. The normalised x is rounded before it is weighted (llama) or after; gemma's
+weight is 1 + w."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Pair = tuple[Tensor, Tensor]
 Saved = tuple[Tensor, Tensor, Tensor]
@@ -35,7 +35,7 @@ _KERNELS = "flowkernels.layers_triton"
 
 @with_launcher(_KERNELS)
 def norm(hidden: Tensor, weight_D: Tensor, eps: float, form: str) -> Pair:
-    """(output, r [..., 1] in fp32)"""
+    """Return (output, r [..., 1] in fp32)."""
     x = hidden.float()
     r = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     scale_D = _scale(weight_D, form)
@@ -44,7 +44,7 @@ def norm(hidden: Tensor, weight_D: Tensor, eps: float, form: str) -> Pair:
 
 @with_launcher(_KERNELS)
 def norm_gradient(saved: Saved, dout: Tensor, form: str, needs_weight: bool) -> Gradients:
-    """(dhidden, dweight), by the steps that autograd takes; saved: hidden, weight and r."""
+    """Return (dhidden, dweight), by the steps that autograd takes; saved: hidden, weight and r."""
     hidden, weight_D, r = saved
     x, scale_D, dweight_D = hidden.float(), _scale(weight_D, form), None
     dout = dout.to(scale_D.dtype)
@@ -104,7 +104,7 @@ def rms_norm(
 
 @with_launcher(_KERNELS)
 def rotate(heads: Pair, tables: Pair, inverse: bool) -> Pair:
-    """Rotated queries and keys; inverse: gradients of these, back. tables: cos and sin."""
+    """Return rotated queries and keys; inverse: gradients of these, back. tables: cos and sin."""
     half, (cos, sin) = tables[0].shape[-1] // 2, (x[:, None] for x in tables)
     to_second, to_first = sin[..., half:], -sin[..., :half]
     if inverse:
@@ -169,7 +169,7 @@ def rotary(
 
 @with_launcher(_KERNELS)
 def gated(gate: Tensor, up: Tensor, dout: Tensor | None, needs_out: bool) -> Gradients:
-    """(silu(gate) * up, and its gradients by both), as far as they are asked for."""
+    """Return (silu(gate) * up, and its gradients by both), as far as they are asked for."""
     silu = F.silu(gate)
     if dout is None:
         return silu.mul_(up), None, None

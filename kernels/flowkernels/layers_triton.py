@@ -55,7 +55,7 @@ def norm_kernel(
     hidden_ptr, scale_ptr, out_ptr, r_ptr, num_rows, num_columns, eps, FORM: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """RMSNorm of a block of rows."""
+    """Normalise a block of rows."""
     first_row = tl.program_id(0) * ROWS
     offset, row, _, is_in = _block(first_row, num_rows, num_columns, ROWS, COLUMNS)
     x, scale = _load(hidden_ptr + offset, is_in), _scale(scale_ptr, num_columns, FORM, COLUMNS)
@@ -70,8 +70,8 @@ def norm_gradient_kernel(
     hidden_ptr, scale_ptr, r_ptr, dout_ptr, dhidden_ptr, dweight_ptr, num_rows, num_columns,
     FORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """dhidden, and this program's part of dweight [P, D] if there is one; a program takes every
-    P-th block.
+    """Write dhidden, and this program's part of dweight [P, D] if there is one; a program takes
+    every P-th block.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     scale = _scale(scale_ptr, num_columns, FORM, COLUMNS)
@@ -94,7 +94,7 @@ def norm_gradient_kernel(
 def _rotate_heads(
     x_ptr, out_ptr, tables, table_ptr, num_heads, size, HEADS: tl.constexpr, HALF: tl.constexpr
 ) -> None:
-    """All heads of one position."""
+    """Rotate all heads of one position."""
     cos_a, cos_b, sin_a, sin_b = tables
     half = size // 2
     _, head, pair, is_in = _block(0, num_heads, half, HEADS, HALF)
@@ -113,7 +113,7 @@ def rotary_kernel(
     num_key_heads, size, INVERSE: tl.constexpr, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Queries and keys [positions, heads, size] of one position."""
+    """Rotate queries and keys [positions, heads, size] of one position."""
     pair, half = tl.arange(0, HALF)[None, :], size // 2
     is_pair, offset = pair < half, tl.program_id(0).to(tl.int64) * size + pair
     cos_a, cos_b = _load(cos_ptr + offset, is_pair), _load(cos_ptr + offset + half, is_pair)
@@ -132,7 +132,7 @@ def gated_kernel(
     gate_ptr, up_ptr, out_ptr, dout_ptr, dgate_ptr, dup_ptr, num_columns, gate_stride, up_stride,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """silu(gate) * up of a block of a row, its gradients, or both: what there is room for."""
+    """Write silu(gate) * up of a block of a row, its gradients, or both: what there is room for."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in, offset = column < num_columns, row * num_columns + column
     gate = _load(gate_ptr + row * gate_stride + column, is_in)
@@ -150,7 +150,7 @@ def gated_kernel(
 
 
 def norm_launch(num_columns: int, per_warp: int = 1024) -> dict[str, Any]:
-    """Whole rows, several of them where they are short; `per_warp`: elements."""
+    """Let a program take whole rows, several of them where they are short; `per_warp`: elements."""
     columns = triton.next_power_of_2(num_columns)
     rows = max(1, _TILE // columns)
     num_warps = min(32, rows * columns // per_warp)
@@ -187,7 +187,7 @@ def norm_gradient(saved: Saved, dout: Tensor, form: str, needs_weight: bool) -> 
 
 
 def rotary_launch(num_query_heads: int, num_key_heads: int, size: int) -> dict[str, Any]:
-    """All heads of a position."""
+    """Let a program take all heads of a position."""
     names = ("QUERY_HEADS", "KEY_HEADS", "HALF")
     sizes = (num_query_heads, num_key_heads, size // 2)
     blocks = {name: triton.next_power_of_2(x) for name, x in zip(names, sizes, strict=True)}

@@ -29,12 +29,7 @@ from flowkernels.policy_loss import (
     scored_loss,
 )
 from flowkernels.targets import TARGETS, SamplingMask, Targets, unflatten
-from flowkernels.token_loss import (
-    INPUTS,
-    TokenInputs,
-    TokenLossFn,
-    unflatten_inputs,
-)
+from flowkernels.token_loss import INPUTS, TokenInputs, TokenLossFn, unflatten_inputs
 
 
 @torch.library.custom_op(
@@ -44,7 +39,7 @@ from flowkernels.token_loss import (
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _linear_loss_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """(loss, gradients by hidden, weight and bias or empty tensors, columns, statistics)."""
+    """Return (loss, gradients by hidden, weight and bias or empty tensors, columns, statistics)."""
     weight, bias, *flat, needs, compact = arguments[:-4]
     *options, impl = arguments[-4:]
     head, (spec, inputs) = LMHead(weight, bias, *options), unflatten_inputs(*flat[5:])
@@ -107,13 +102,7 @@ def linear_policy_loss(
         RuntimeError: a second backward pass through one loss, as for `policy_loss`.
     """
     flat_TD, full_VD, full_V = plain_head(hidden_TD, weight_VD, bias_V)
-    head = new_head(
-        flat_TD,
-        full_VD,
-        full_V,
-        fp32_logits=fp32_logits,
-        memory_budget=memory_budget,
-    )
+    head = new_head(flat_TD, full_VD, full_V, fp32_logits=fp32_logits, memory_budget=memory_budget)
     targets = check_targets(
         hidden_TD, len(full_VD), target_ids_T, temperature, softcap, sampling_mask
     )
@@ -146,8 +135,8 @@ def _two_passes(
     inputs: TokenInputs,
     impl: str,
 ) -> PolicyLoss:
-    """The loss of a function that sees all tokens: scores, their loss in torch, then the logits
-    once more for the gradient.
+    """Return the loss of a function that sees all tokens: scores, their loss in torch, then the
+    logits once more for the gradient.
     """
     counts_T = (inputs.weight_T != 0) & (targets.ids_T >= 0)
     targets = replace(targets, ids_T=torch.where(counts_T, targets.ids_T, -1))

@@ -43,23 +43,23 @@ class LMHead:
     """Up to so many rows are one chunk."""
 
     def over(self, num_rows: int) -> LMHead:
-        """The head for a walk over so many rows in all: in one chunk if they are few enough."""
+        """Return the head for a walk over so many rows in all: in one chunk if they are few."""
         is_whole = self.chunk_rows < num_rows <= self.whole_rows
         return replace(self, chunk_rows=num_rows) if is_whole else self
 
     def chunks(self, num_rows: int, start: int = 0) -> Iterator[slice]:
-        """Equal chunks of `num_rows` rows from `start` on, rather than a short last one."""
+        """Return equal chunks of `num_rows` rows from `start` on, rather than a short last one."""
         stop, num_chunks = start + num_rows, max(1, -(-num_rows // self.chunk_rows))
         size = max(1, -(-num_rows // num_chunks))
         return (slice(i, min(i + size, stop)) for i in range(start, stop, size))
 
     def options(self, impl: str) -> tuple[bool, int, int, str]:
-        """The values of `OPTIONS`."""
+        """Return the values of `OPTIONS`."""
         return self.fp32_logits, self.chunk_rows, self.whole_rows, impl
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
-        """[C, V], in fp32 if asked for, else in the dtype of the hidden states. Rows begin at
-        multiples of 16 bytes: a kernel then sums each alike, whatever its place.
+        """Return the logits [C, V], in fp32 if asked for, else in the dtype of the hidden states.
+        Rows begin at multiples of 16 bytes: a kernel then sums each alike, whatever its place.
         """
         dtype = dtype_of_results(hidden_CD.dtype) if self.fp32_logits else hidden_CD.dtype
         num_vocab, width = len(self.weight_VD), max(1, 16 // dtype.itemsize)
@@ -107,7 +107,7 @@ def bytes_per_row(num_vocab: int, size: int, fp32_logits: bool) -> int:
 
 
 def default_rows(num_vocab: int, on_gpu: bool) -> int:
-    """Rows of a chunk where no budget is given."""
+    """Return the rows of a chunk where no budget is given."""
     return 4096 if on_gpu else max(16, 2**23 // num_vocab)
 
 
@@ -130,7 +130,7 @@ class Gradients:
 
     @classmethod
     def empty(cls, hidden_TD: Tensor, head: LMHead, needs: Sequence[bool]) -> Gradients:
-        """Gradients of those of hidden, weight and bias that need one."""
+        """Make gradients of those of hidden, weight and bias that need one."""
         dtype, device = dtype_of_results(hidden_TD.dtype), hidden_TD.device
         hidden = bias = None
         if needs[0]:
@@ -188,7 +188,7 @@ class Gradients:
             self.bias_V += dlogits_CV.sum(0, dtype=self.bias_V.dtype)
 
     def as_outputs(self, head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
-        """The three gradients in the head's dtype; an empty tensor for each that is not needed."""
+        """Return the three gradients in the head's dtype; an empty tensor where none is needed."""
         example, weight_VD = head.weight_VD, self.weight_VD
         if weight_VD is None and self.needs_weight:  # no chunk had a row
             weight_VD = torch.zeros(example.shape, dtype=example.dtype, device=example.device)
@@ -200,8 +200,8 @@ class Gradients:
 
 
 def _product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
-    """out = a b; 16-bit operands may give an fp32 result. Autocast has no say where `out` is given,
-    nor in place.
+    """Write out = a b; 16-bit operands may give an fp32 result. Autocast has no say where `out` is
+    given, nor in place.
     """
     dtype = out_MN.dtype
     if a_MK.dtype == dtype:
@@ -213,7 +213,7 @@ def _product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
 
 
 def _accumulate(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
-    """out += a b, likewise: the sum is not rounded to 16 bits."""
+    """Add out += a b, likewise: the sum is not rounded to 16 bits."""
     dtype = out_MN.dtype
     if a_MK.dtype == dtype:
         out_MN.addmm_(a_MK, b_KN)
@@ -238,7 +238,7 @@ class ScoredChunk:
         return cls(logits_CV, targets, compute_scores(impl, logits_CV, targets))
 
     def gradient(self, slopes: Slopes, dtype: torch.dtype, impl: str) -> Tensor:
-        """The gradient by the logits, in the dtype of the hidden states."""
+        """Return the gradient by the logits, in the dtype of the hidden states."""
         out_CV = gradient_buffer(self.logits_CV, dtype)
         write_gradient(
             impl, self.logits_CV, self.targets, scored=self.scored, slopes=slopes, out_TV=out_CV
@@ -247,14 +247,14 @@ class ScoredChunk:
 
 
 def gradient_buffer(logits_CV: Tensor, dtype: torch.dtype) -> Tensor:
-    """The logits themselves for dlogits to go over, or a 16-bit buffer where the logits are fp32
-    and the products are not.
+    """Return the logits themselves for dlogits to go over, or a 16-bit buffer where the logits are
+    fp32 and the products are not.
     """
     return logits_CV if logits_CV.dtype == dtype else torch.empty_like(logits_CV, dtype=dtype)
 
 
 def walk_scores(head: LMHead, hidden_TD: Tensor, targets: Targets, impl: str) -> Tensor:
-    """`score_3T`; rows with a negative target are not computed."""
+    """Return `score_3T`; rows with a negative target are not computed."""
     score_3T = targets.temperature_T.new_zeros(Score.NUM, len(targets))
     index_A = (targets.ids_T >= 0).nonzero()[:, 0]
     if len(index_A) < len(targets):

@@ -96,8 +96,8 @@ class Forward:
 
 
 def empty_rows(logits_TV: Tensor) -> Tensor:
-    """An empty tensor like the logits, each of whose rows lies to multiples of 16 bytes as that of
-    the logits does: kernels then read and write both 16 bytes at a time.
+    """Return an empty tensor like the logits, each of whose rows lies to multiples of 16 bytes as
+    that of the logits does: kernels then read and write both 16 bytes at a time.
     """
     num_rows, num_vocab = logits_TV.shape
     width = 16 // logits_TV.element_size()
@@ -106,7 +106,7 @@ def empty_rows(logits_TV: Tensor) -> Tensor:
 
 
 def row_chunks(logits_TV: Tensor) -> Iterator[slice]:
-    """Chunks of rows that fit a CPU cache."""
+    """Yield chunks of rows that fit a CPU cache."""
     num_rows, num_vocab = logits_TV.shape
     size = max(1, CHUNK_ELEMENTS // max(num_vocab, 1))
     return (slice(i, min(i + size, num_rows)) for i in range(0, num_rows, size))
@@ -194,16 +194,16 @@ def backward_torch(
 
 
 def _capped(logits_CV: Tensor, softcap: float | None) -> Tensor:
-    """The logits in fp32 (fp64 stays fp64), not yet divided by the temperature; the caller must not
-    write to them.
+    """Return the logits in fp32 (fp64 stays fp64), not yet divided by the temperature; the caller
+    must not write to them.
     """
     x_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
     return (x_CV / softcap).tanh_().mul_(softcap) if softcap else x_CV
 
 
 def _row_sums(x_CV: Tensor) -> Tensor:
-    """Sums of rows. A row alone is summed as it is among others: torch would spread it over
-    threads, in an order of its own.
+    """Return the sums of rows. A row alone is summed as it is among others: torch would spread it
+    over threads, in an order of its own.
     """
     return x_CV.sum(-1) if len(x_CV) != 1 else x_CV.expand(2, -1).sum(-1)[:1]
 
@@ -216,7 +216,7 @@ def _gradient_at(
     c_C: Tensor | None,
     d_C: Tensor | None,
 ) -> Tensor:
-    """a p^S + c p (log p + H) + d p at single elements; without the target's own term."""
+    """Return a p^S + c p (log p + H) + d p at single elements; without the target's own term."""
     g_K = a_C[row_K] * (t_K - forward.masked_log_total_C[row_K]).exp()
     log_p_K = t_K.clamp(min=_MIN_EXPONENT) - forward.log_total_C[row_K]
     if c_C is not None:
@@ -227,7 +227,7 @@ def _gradient_at(
 def _masked_log_total(
     mask: SamplingMask, ids_C: Tensor, t_mask_K: Tensor, t_target_C: Tensor
 ) -> Tensor:
-    """log sum exp t over the mask's ids and the target, which is counted once."""
+    """Return log sum exp t over the mask's ids and the target, which is counted once."""
     row_K = mask.row_of_ids()
     is_target_K = (mask.token_ids_K == ids_C[row_K]).to(torch.int64)
     is_missing_C = torch.zeros_like(ids_C).index_add_(0, row_K, is_target_K) == 0
@@ -238,7 +238,7 @@ def _masked_log_total(
 
 @with_launcher("flowkernels.logprobs_triton")
 def compute_scores(logits_TV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-    """(`Score` rows [3, T], `State` rows [4, T])."""
+    """Return (`Score` rows [3, T], `State` rows [4, T])."""
     score_3T = targets.temperature_T.new_empty(Score.NUM, len(targets))
     state_4T = targets.temperature_T.new_zeros(State.NUM, len(targets))
     for chunk in row_chunks(logits_TV):
@@ -328,8 +328,8 @@ def _(logits: Tensor, *_: object) -> Tensor:
 
 
 def scores(logits_TV: Tensor, targets: Targets, impl: str) -> tuple[Tensor, Tensor]:
-    """`compute_scores` as an operator: its scores are differentiable by the logits, by a second
-    read of them.
+    """Call `compute_scores` as an operator: its scores are differentiable by the logits, by a
+    second read of them.
     """
     result: tuple[Tensor, Tensor] = _scores_op(logits_TV, *targets.flat(), impl)
     return result

@@ -41,7 +41,7 @@ def score_kernel(
     ALIGNMENT: tl.constexpr,
     LANES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes score [3, T] and state [4, T] of every row."""
+    """Write score [3, T] and state [4, T] of every row."""
     mask = Mask(mask_ids_ptr, mask_offsets_ptr, mask_copy_ptr)
     index = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + index)
@@ -74,8 +74,8 @@ def gradient_kernel(
     row_stride, out_stride, temperature_stride, softcap, ALIGNMENT: tl.constexpr,
     LANES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The gradient with respect to the logits for any upstream gradient of the scores; `out` may be
-    the logits.
+    """Write the gradient by the logits for any upstream gradient of the scores; `out` may be the
+    logits.
     """
     mask = Mask(mask_ids_ptr, mask_offsets_ptr, mask_copy_ptr)
     index = tl.program_id(0).to(tl.int64)

@@ -55,7 +55,7 @@ class LossWalk:
     """Bounds of the sequences where chunks are cut there."""
 
     def run(self, needs: Sequence[bool]) -> tuple[Tensor, Gradients, Tensor, Tensor]:
-        """(loss, gradients, columns, statistics); see `Gradients.empty` for the argument."""
+        """Return (loss, gradients, columns, statistics); see `Gradients.empty` for the argument."""
         gradients = Gradients.empty(self.hidden_TD, self.head, needs)
         column_7T = replace(self, gradients=gradients if any(needs) else None)._columns()
         loss, stats = reduce(self.impl, column_7T, self.inputs.weight_T, self.targets.ids_T)
@@ -113,8 +113,8 @@ class LossWalk:
         return column_7T
 
     def _blocks(self) -> list[slice]:
-        """Chunks; for a loss of whole sequences, runs of sequences that fit a chunk, and longer
-        ones alone.
+        """Return the chunks; for a loss of whole sequences, runs of sequences that fit a chunk, and
+        longer ones alone.
         """
         num_rows = len(self.targets)
         if not self.bounds:
@@ -129,7 +129,7 @@ class LossWalk:
         return [*blocks, slice(start, num_rows)] if num_rows > start else blocks
 
     def _fused_chunk(self, chunk: slice) -> Tensor:
-        """One product, the row kernel over its result, two products."""
+        """Compute a chunk: one product, the row kernel over its result, two products."""
         hidden_CD = self.hidden_TD[chunk]
         logits_CV = self.head.logits(hidden_CD)
         out_CV = None if self.gradients is None else gradient_buffer(logits_CV, hidden_CD.dtype)
@@ -142,9 +142,9 @@ class LossWalk:
         return column_7C
 
     def _scored_block(self, block: slice) -> Tensor:
-        """The loss of rows that is known only together: scores of all, their loss, then gradients.
-        The logits of a block of one chunk are computed once, those of a longer one twice where a
-        chunk has rows with a gradient.
+        """Compute the loss of rows that is known only together: scores of all, their loss, then
+        gradients. The logits of a block of one chunk are computed once, those of a longer one twice
+        where a chunk has rows with a gradient.
         """
         chunks = list(self.head.chunks(block.stop - block.start, block.start))
         single = self._scored(chunks[0]) if len(chunks) == 1 else None

@@ -15,8 +15,8 @@ Head = tuple[Tensor, Tensor, Tensor | None]
 
 
 def flat_rows(name: str, rows: Tensor, *, may_copy: bool = True) -> Tensor:
-    """[..., X] as [T, X]: a view, or a copy where the rows do not lie at one distance from each
-    other and one may be made.
+    """Return [..., X] as [T, X]: a view, or a copy where the rows do not lie at one distance from
+    each other and one may be made.
     """
     check_plain(name, rows)
     if rows.dim() <= 2:
@@ -35,7 +35,7 @@ def flat_rows(name: str, rows: Tensor, *, may_copy: bool = True) -> Tensor:
 
 
 def plain_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
-    """Flat hidden states with a whole weight and bias, in one dtype if autocast is to choose it."""
+    """Return flat hidden states, full weight and bias, in one dtype if autocast chooses it."""
     weight = _gathered(weight)
     bias = None if bias is None else _gathered(bias)
     head = flat_rows("hidden_TD", hidden), weight, bias
@@ -56,8 +56,8 @@ def check_plain(name: str, tensor: Tensor) -> None:
 
 
 def _gathered(tensor: Tensor) -> Tensor:
-    """All of a DTensor. Its gradient is the mean over the ranks, as FSDP2 takes it, who have tokens
-    of their own; the mean of one and the same gradient is right too.
+    """Return all of a DTensor. Its gradient is the mean over the ranks, as FSDP2 takes it, who have
+    tokens of their own; the mean of one and the same gradient is right too.
     """
     sharded = _as_dtensor(tensor)
     if sharded is None:
@@ -70,7 +70,7 @@ def _gathered(tensor: Tensor) -> Tensor:
 
 
 def _as_dtensor(tensor: Tensor) -> Any:
-    """The tensor if it is a DTensor, whose module is slow to import and seldom needed."""
+    """Return the tensor if it is a DTensor, whose module is slow to import and seldom needed."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return None
     from torch.distributed.tensor import DTensor

@@ -17,12 +17,7 @@ import torch
 from torch import Tensor
 
 from flowkernels import statistics
-from flowkernels.arguments import (
-    check_logits,
-    check_targets,
-    check_token_inputs,
-    dtype_of_results,
-)
+from flowkernels.arguments import check_logits, check_targets, check_token_inputs, dtype_of_results
 from flowkernels.implementations import resolve_impl, with_launcher
 from flowkernels.logprobs import (
     backward_torch,
@@ -36,13 +31,7 @@ from flowkernels.loss_spec import LossSpec
 from flowkernels.plain_tensors import flat_rows
 from flowkernels.statistics import Column, to_columns
 from flowkernels.targets import TARGETS, SamplingMask, Slopes, Targets, unflatten
-from flowkernels.token_loss import (
-    INPUTS,
-    TokenInputs,
-    TokenLossFn,
-    token_loss,
-    unflatten_inputs,
-)
+from flowkernels.token_loss import INPUTS, TokenInputs, TokenLossFn, token_loss, unflatten_inputs
 
 TAKEN_TWICE = (
     "the gradient of a policy loss was taken twice; it is handed over at the first backward pass"
@@ -112,7 +101,7 @@ def run_loss(
 def scored_loss(
     spec: LossSpec | TokenLossFn, inputs: TokenInputs, score_3T: Tensor, target_ids_T: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Slopes]:
-    """(loss, columns, statistics, slopes) of tokens that have been scored; in torch, so that
+    """Return (loss, columns, statistics, slopes) of tokens that have been scored; in torch, so that
     torch.compile can trace it.
     """
     weight_T = torch.where(target_ids_T >= 0, inputs.weight_T, 0.0)
@@ -139,7 +128,7 @@ def add_slopes(loss: Tensor, score_3T: Tensor, slopes: Slopes) -> Tensor:
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _policy_loss_op(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """(loss, gradient or an empty tensor, columns, statistics)."""
+    """Return (loss, gradient or an empty tensor, columns, statistics)."""
     *flat, needs_gradient, impl = arguments
     targets, (spec, inputs) = unflatten(*flat[:5]), unflatten_inputs(*flat[5:])
     dlogits_TV = empty_rows(logits) if needs_gradient else logits.new_empty((0,))
@@ -157,7 +146,7 @@ def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 def fake_results(example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty (loss, columns, statistics) for the fake kernels of operators."""
+    """Return empty (loss, columns, statistics) for the fake kernels of operators."""
     dtype = dtype_of_results(example.dtype)
     return (
         example.new_empty((), dtype=dtype),
@@ -192,7 +181,7 @@ register_gradients(_policy_loss_op)
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> None:
-    """gradient *= factor. A factor of 1, as `loss.backward()` sends it, costs nothing."""
+    """Scale the gradient in place. A factor of 1, as `loss.backward()` sends it, costs nothing."""
     if gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64:
         from flowkernels import policy_loss_triton
 
@@ -213,8 +202,8 @@ def scale_rows_(gradient: Tensor, factor: Tensor) -> None:
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient * factor: in place, but for a tracer, to which the gradient is an output that must
-    stay.
+    """Return gradient * factor: in place, but for a tracer, to which the gradient is an output that
+    must stay.
     """
     if type(gradient) is not Tensor:
         fp32_gradient = gradient.to(torch.promote_types(gradient.dtype, factor.dtype))

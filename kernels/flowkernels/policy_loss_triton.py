@@ -55,7 +55,7 @@ def _expm1(x) -> tl.tensor:
 
 @triton.jit
 def _kl(raw, limit, KL: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """(estimate, derivative by logp) with raw = other - logp, as in `token_loss._kl`."""
+    """Return (estimate, derivative by logp) with raw = other - logp, as in `token_loss._kl`."""
     u = clamp(raw, -limit, limit)
     if KL == K1:
         kl, slope = -u, u * 0.0 + 1.0
@@ -73,7 +73,7 @@ def _kl(raw, limit, KL: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
 def _policy_term(
     logp, log_ratio, advantage, clip_low, clip_high, dual_clip, limit, LOSS_TYPE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(loss, derivative by logp, clipped), as in `token_loss`."""
+    """Return (loss, derivative by logp, clipped), as in `token_loss`."""
     ratio = tl.exp(clamp(log_ratio, -limit, limit))
     if LOSS_TYPE == NLL:
         slope = -advantage
@@ -104,9 +104,9 @@ def loss_kernel(
     entropy_coef, limit, LOSS_TYPE: tl.constexpr, KL: tl.constexpr, ALIGNMENT: tl.constexpr,
     LANES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The columns [7, T], and the gradient into `out` unless that is None; it may be the logits.
-    Other arguments that may be None: mask, old, ref, softcap, dual_clip, entropy_coef. Rows of
-    weight 0 are not read.
+    """Write the columns [7, T], and the gradient into `out` unless that is None; it may be the
+    logits. Other arguments that may be None: mask, old, ref, softcap, dual_clip, entropy_coef. Rows
+    of weight 0 are not read.
     """
     mask = Mask(mask_ids_ptr, mask_offsets_ptr, mask_copy_ptr)
     index = tl.program_id(0).to(tl.int64)
@@ -170,7 +170,7 @@ def loss_kernel(
 def statistics_kernel(
     column_ptr, weight_ptr, targets_ptr, loss_ptr, out_ptr, num_rows, BLOCK: tl.constexpr
 ) -> None:
-    """Sums over the rows that count, in the order of `statistics.NAMES`: those of each program, so
+    """Sum over the rows that count, in the order of `statistics.NAMES`: each program its own, so
     that no order is left to chance.
     """
     program = tl.program_id(0)
@@ -220,7 +220,7 @@ def statistics_kernel(
 def merge_kernel(
     losses_ptr, parts_ptr, loss_ptr, out_ptr, num_parts, NUM: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    """The loss and the NUM statistics, from those of up to BLOCK programs."""
+    """Write the loss and the NUM statistics, from those of up to BLOCK programs."""
     offsets = tl.arange(0, BLOCK)
     losses = tl.load(losses_ptr + offsets, mask=offsets < num_parts, other=0.0)
     tl.store(loss_ptr, tl.sum(losses, axis=0))
@@ -239,8 +239,8 @@ def merge_kernel(
 
 @triton.jit
 def scale_kernel(gradient_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr) -> None:
-    """gradient *= factor, without touching it when the factor is 1, which is what `loss.backward()`
-    sends.
+    """Scale the gradient in place, without touching it when the factor is 1, which is what
+    `loss.backward()` sends.
     """
     factor = tl.load(factor_ptr)
     if factor != 1.0:

@@ -20,7 +20,7 @@ from flowkernels.rows_triton import (
 
 @triton.jit
 def _uncap(g, x, softcap) -> tl.tensor:
-    """The gradient by the raw logit, from that by the capped logit x."""
+    """Return the gradient by the raw logit, from that by the capped logit x."""
     if softcap is not None:
         tanh = x * (1.0 / softcap)
         g = g - g * (tanh * tanh)
@@ -29,9 +29,9 @@ def _uncap(g, x, softcap) -> tl.tensor:
 
 @triton.jit
 def _normalized(full) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(lse, entropy, factor) such that factor * 2^(x scale - lse) is the probability 2^(x scale -
-    top - log2_total), for one instruction less, and log2 of it + H is x scale - lse + entropy: what
-    the sum lse was rounded by is not lost.
+    """Return (lse, entropy, factor) such that factor * 2^(x scale - lse) is the probability 2^(x
+    scale - top - log2_total), for one instruction less, and log2 of it + H is x scale - lse +
+    entropy: what the sum lse was rounded by is not lost.
     """
     top, log2_total, entropy = full
     # TwoSum (Knuth): `rounding` is exactly what the sum has lost.
@@ -43,8 +43,8 @@ def _normalized(full) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
 
 @triton.jit
 def _gradient(x, normalized, slopes, scale) -> tl.tensor:
-    """p (a + d + c (log p + H)) without the target's term; the slopes are a + d and c, with the
-    factor of `_normalized` in them.
+    """Return p (a + d + c (log p + H)) without the target's term; the slopes are a + d and c, with
+    the factor of `_normalized` in them.
     """
     lse, entropy, _ = normalized
     factor, c = slopes

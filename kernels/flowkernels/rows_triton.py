@@ -73,14 +73,14 @@ CAPPED_TWO_PASSES = Launch(num_warps=16, max_registers=128, contracts=True)
 
 
 def one_pass(softcap: float | None) -> Launch:
-    """The launch of a kernel that reads a row once."""
+    """Return the launch of a kernel that reads a row once."""
     return ONE_PASS if softcap is None else CAPPED_ONE_PASS
 
 
 def two_passes(logits_TV: Tensor, softcap: float | None) -> Launch:
-    """The launch of the loss. All rows at work at once (132 of 304 kB on an H200, V = 152k) are to
-    fit L2 until they are read again; smaller ones can be more, so that some read while others write
-    (measured: `bench/results/h200/launches.json`).
+    """Return the launch of the loss. All rows at work at once (132 of 304 kB on an H200, V = 152k)
+    are to fit L2 until they are read again; smaller ones can be more, so that some read while
+    others write (measured: `bench/results/h200/launches.json`).
     """
     if softcap is not None:
         return CAPPED_TWO_PASSES
@@ -91,7 +91,7 @@ def two_passes(logits_TV: Tensor, softcap: float | None) -> Launch:
 def row_arguments(
     launch: Launch, logits_TV: Tensor, targets: Targets, out_TV: Tensor | None = None
 ) -> dict[str, Any]:
-    """The arguments that all row kernels take; without a sampling mask its pointers are None."""
+    """Return the arguments of all row kernels; without a sampling mask its pointers are None."""
     mask, device = targets.mask, logits_TV.device
     return {
         "logits_ptr": logits_TV,
@@ -169,7 +169,7 @@ class RowSlopes(NamedTuple):
 
 @triton.jit
 def clamp(x, low, high) -> tl.tensor:
-    """NaN stays NaN."""
+    """Clamp x; NaN stays NaN."""
     return tl.clamp(x, low, high, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -187,7 +187,7 @@ def store_all(ptr, stride, values, NUM: tl.constexpr) -> None:
 
 @triton.jit
 def block_columns(LANES: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
-    """Places [LANES, WIDTH] of a part of a block; the next one begins LANES * WIDTH further on."""
+    """Return columns [LANES, WIDTH] of a part of a block; the next is LANES * WIDTH further on."""
     return tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
 
 
@@ -205,7 +205,7 @@ def load_logits(ptr, is_in, other, POLICY: tl.constexpr) -> tl.tensor:
 def load_block(
     ptr, limit, other, POLICY: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The ROUNDS parts of a block; `other` from element `limit` on, which may be None."""
+    """Return the ROUNDS parts of a block; `other` from element `limit` on, which may be None."""
     PART: tl.constexpr = LANES * WIDTH
     c0 = block_columns(LANES, WIDTH)
     c1, c2, c3 = c0 + PART, c0 + 2 * PART, c0 + 3 * PART
@@ -226,7 +226,7 @@ def load_block(
 def row_body(
     ptr, num_vocab, ALIGNMENT: tl.constexpr, WIDTH: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(begin, size) of the part of a row that is made of whole loads."""
+    """Return (begin, size) of the part of a row that is made of whole loads."""
     begin, size = 0, num_vocab
     if ALIGNMENT != "whole":
         SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
@@ -237,8 +237,8 @@ def row_body(
 
 @triton.jit
 def edge_columns(begin, size, LANES: tl.constexpr) -> tl.tensor:
-    """Columns [LANES] beside the body, of which the first num_vocab - size are in the row: fewer
-    than two loads have.
+    """Return the columns [LANES] beside the body, of which the first num_vocab - size are in the
+    row: fewer than two loads have.
     """
     lane = tl.arange(0, LANES)
     return tl.where(lane < begin, lane, lane + size)
@@ -246,7 +246,7 @@ def edge_columns(begin, size, LANES: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def capped(x, softcap) -> tl.tensor:
-    """softcap * tanh(x / softcap), with tanh by exp2, which every target has."""
+    """Return softcap * tanh(x / softcap), with tanh by exp2, which every target has."""
     if softcap is not None:
         x = softcap - 2.0 * softcap / (tl.exp2(x * (2.0 * LOG2E / softcap)) + 1.0)
     return x
@@ -287,7 +287,7 @@ def _absorb(
 def _row_statistics(
     row, ALIGNMENT: tl.constexpr, POLICY: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(`Statistics` of a row, its last block as it was read); its entropy is in nats."""
+    """Return (`Statistics` of a row, its last block as it was read); its entropy is in nats."""
     row_ptr, num_vocab = row.ptr, row.num_vocab
     BLOCK: tl.constexpr = ROUNDS * LANES * WIDTH
     zeros = tl.zeros([LANES], tl.float32)
@@ -324,7 +324,7 @@ def _row_statistics(
 
 @triton.jit
 def _logits_at(row, ids, is_in) -> tl.tensor:
-    """NaN for an id outside the vocabulary, so that a wrong one cannot go unseen."""
+    """Return logits, NaN for an id outside the vocabulary, so that a wrong one cannot go unseen."""
     is_in = is_in & (ids >= 0) & (ids < row.num_vocab)
     x = tl.load(row.ptr + ids, mask=is_in, other=float("nan")).to(tl.float32)
     return capped(x, row.softcap)
@@ -334,8 +334,8 @@ def _logits_at(row, ids, is_in) -> tl.tensor:
 def _mask_statistics(
     row, mask, begin, end, target, x_target, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(top, log2_total) over the mask's ids and the target. Their logits are copied, because the
-    gradient will overwrite them.
+    """Return (top, log2_total) over the mask's ids and the target. Their logits are copied, because
+    the gradient will overwrite them.
     """
     offsets = tl.arange(0, BLOCK)
     tops = tl.full([BLOCK], -_INF, tl.float32)
@@ -367,7 +367,7 @@ def _mask_statistics(
 def add_mask(
     row, index, target, mask, full, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The `ScoredRow` with this index, whose `Statistics` are known."""
+    """Return the `ScoredRow` with this index, whose `Statistics` are known."""
     x_target = _logits_at(row, target, True)
     top, log2_total = full.top, full.log2_total
     begin, end = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
@@ -385,8 +385,8 @@ def score_row(
     row, index, target, mask, ALIGNMENT: tl.constexpr, POLICY: tl.constexpr,
     LANES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tuple, tl.tensor]:  # fmt: skip
-    """(log-prob of the target, `ScoredRow`, its last block as it was read); POLICY: what becomes of
-    the other blocks in the cache.
+    """Return (log-prob of the target, `ScoredRow`, its last block as it was read); POLICY: what
+    becomes of the other blocks in the cache.
     """
     full, last_block = _row_statistics(row, ALIGNMENT, POLICY, LANES=LANES, WIDTH=WIDTH)
     scored = add_mask(row, index, target, mask=mask, full=full, BLOCK=LANES)

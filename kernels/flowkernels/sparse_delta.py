@@ -57,14 +57,14 @@ def _num_blocks(num_words: int) -> int:
 
 
 def _indices(counts: Tensor, positions: Tensor) -> Tensor:
-    """int64 [C]: the word of each change, from the start of the piece."""
+    """Return the word of each change, int64 [C], from the start of the piece."""
     change_C = torch.arange(len(positions), device=counts.device)
     block_C = torch.searchsorted(counts.cumsum(0), change_C, right=True)
     return block_C * BLOCK_WORDS + (positions.long() & 0xFFFF)
 
 
 def _coefficients(global_index: Tensor) -> tuple[Tensor, Tensor]:
-    """(c_a, c_b), int64, for int64 indices. A shift of int64 keeps its sign, hence the masks."""
+    """Return (c_a, c_b), int64, for int64 indices. A shift of int64 keeps its sign: hence masks."""
     x = (global_index + 1) * _GOLDEN
     r = ((x & _LOW32) ^ _XOR_LOW) * (((x >> 32) & _LOW32) ^ _XOR_HIGH)
     high = (r >> 32) & _LOW32
@@ -86,7 +86,7 @@ def _chunks(num: int) -> Iterator[slice]:
 
 @with_launcher("flowkernels.sparse_delta_triton")
 def diff(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `WordDiff`."""
+    """Return the fields of `WordDiff`."""
     index_C = (old != new).nonzero()[:, 0]
     counts = torch.bincount(index_C // BLOCK_WORDS, minlength=_num_blocks(len(old))).int()
     old_C, new_C = old[index_C], new[index_C]
@@ -100,7 +100,7 @@ def diff(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, 
 def diff_all(
     olds: Sequence[Tensor], new_of: Callable[[int], Tensor], firsts: Sequence[int]
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """The fields of the `WordDiff` of each piece."""
+    """Return the fields of the `WordDiff` of each piece."""
     pieces = enumerate(zip(olds, firsts, strict=True))
     return [diff("torch", old, new_of(piece), first) for piece, (old, first) in pieces]
 
@@ -120,7 +120,7 @@ def scatter(words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, fir
 
 @with_launcher("flowkernels.sparse_delta_triton")
 def digest(words: Tensor, first: int) -> Tensor:
-    """The digest of a piece."""
+    """Return the digest of a piece."""
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
     for chunk in _chunks(len(words)):
         index = torch.arange(first + chunk.start, first + chunk.stop, device=words.device)
@@ -271,7 +271,7 @@ def scatter_words_(
 
 
 def digest_words(words: Tensor, first: int = 0, *, impl: str = "auto") -> Tensor:
-    """The digest of a piece, int64 [2]: the bits of two unsigned sums.
+    """Return the digest of a piece, int64 [2]: the bits of two unsigned sums.
 
     Args:
         words: contiguous, any shape, of a dtype with an even number of bytes.
@@ -290,8 +290,8 @@ def digest_words(words: Tensor, first: int = 0, *, impl: str = "auto") -> Tensor
 
 
 def digest_at(words: Tensor, index: Tensor) -> Tensor:
-    """The digest of scattered words, int64 [2]: `digest_words` of all words of a piece is the sum
-    of this over any partition of them.
+    """Return the digest of scattered words, int64 [2]: `digest_words` of all words of a piece is
+    the sum of this over any partition of them.
 
     Args:
         words: int16, any shape.
@@ -324,7 +324,7 @@ def _new_words(old: Tensor, new: Tensor) -> Tensor:
 
 
 def _as_words(name: str, tensor: Tensor) -> Tensor:
-    """int16 [n], sharing memory, without a gradient."""
+    """View a tensor as int16 [n], sharing memory, without a gradient."""
     if tensor.dtype.itemsize % 2:
         given = str(tensor.dtype).removeprefix("torch.")
         raise ValueError(f"{name} must have a dtype of an even number of bytes, got {given}")

@@ -25,15 +25,9 @@ from flowkernels.loss_spec import KL, LossSpec, decode
 from flowkernels.sequences import sequence_mean, sequence_sum
 from flowkernels.targets import Slopes
 
-_PER_TOKEN = (
-    "advantage_T",
-    "weight_T",
-    "old_logprob_T",
-    "ref_logprob_T",
-    "sampler_logprob_T",
-)
+_PER_TOKEN = ("advantage_T", "weight_T", "old_logprob_T", "ref_logprob_T", "sampler_logprob_T")
 KL_BOUND = 10.0
-"""Of "low_var_kl"."""
+"""The bound of "low_var_kl"."""
 _FLAT = (*_PER_TOKEN[:4], "cu_seqlens_S1")
 INPUTS = (
     "Tensor advantage, Tensor token_weight, Tensor? old, Tensor? ref, Tensor? cu_seqlens, str spec"
@@ -56,14 +50,14 @@ class TokenInputs:
     """int32 or int64 [S + 1]: sequence s owns the tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1."""
 
     def __getitem__(self, block: slice) -> TokenInputs:
-        """The inputs of consecutive tokens; sequences outside the block become empty ones."""
+        """Return the inputs of consecutive tokens; sequences outside the block become empty."""
         bounds_S1 = self.cu_seqlens_S1
         if bounds_S1 is not None:  # a clamp takes no look at the values
             bounds_S1 = bounds_S1.clamp(block.start, block.stop) - block.start
         return self._indexed(block, bounds_S1)
 
     def at(self, is_chosen_T: Tensor, index_A: Tensor) -> TokenInputs:
-        """The inputs of the chosen tokens, named both ways; their sequences shrink accordingly."""
+        """Return the inputs of the chosen tokens, named both ways; their sequences shrink."""
         bounds_S1 = self.cu_seqlens_S1
         if bounds_S1 is not None:
             zero = is_chosen_T.new_zeros(1, dtype=torch.int64)
@@ -77,17 +71,17 @@ class TokenInputs:
         return replace(self, **parts, cu_seqlens_S1=cu_seqlens_S1)
 
     def per_token(self) -> dict[str, Any]:
-        """The tensors [T] by name, None among them."""
+        """Return the tensors [T] by name, None among them."""
         return {name: getattr(self, name) for name in _PER_TOKEN}
 
     def flat(self) -> tuple[Tensor | None, ...]:
-        """The fields that an operator takes, in the order of `INPUTS`; without the sampler's, whose
-        correction comes before.
+        """Return the fields that an operator takes, in the order of `INPUTS`; without the
+        sampler's, whose correction comes before.
         """
         return tuple(getattr(self, name) for name in _FLAT)
 
     def corrected(self, spec: LossSpec) -> TokenInputs:
-        """The inputs with TIS on the advantages and MIS on the weights, as the spec has them."""
+        """Return the inputs with TIS on the advantages and MIS on the weights, as in the spec."""
         advantage_T, weight_T = correct_for_sampler(
             spec,
             self.advantage_T,
@@ -99,7 +93,7 @@ class TokenInputs:
         return replace(self, advantage_T=advantage_T, weight_T=weight_T)
 
     def scored(self, logprob_T: Tensor, entropy_T: Tensor, lse_T: Tensor) -> Tokens:
-        """The tokens after the forward pass."""
+        """Return the tokens after the forward pass."""
         return Tokens(
             logprob_T=logprob_T,
             entropy_T=entropy_T,
@@ -110,7 +104,7 @@ class TokenInputs:
 
 
 def unflatten_inputs(*flat: Any) -> tuple[LossSpec, TokenInputs]:
-    """The loss and its inputs from the arguments of an operator."""
+    """Return the loss and its inputs from the arguments of an operator."""
     *tensors, encoded = flat
     return decode(encoded), TokenInputs(**dict(zip(_FLAT, tensors, strict=True)))
 
@@ -147,8 +141,8 @@ class TokenLoss:
     their weights; None where a loss looks at no other tokens."""
 
     def weighted_slopes(self, weight_T: Tensor) -> Slopes:
-        """The derivatives of the sum of weight times loss; 0 where the weight is, whatever the
-        slope.
+        """Return the derivatives of the sum of weight times loss; 0 where the weight is, whatever
+        the slope.
         """
         dlogprob_T, dentropy_T, dlse_T = (
             None if x is None else torch.where(weight_T != 0, weight_T * x, 0.0)
@@ -208,7 +202,7 @@ def by_autograd(loss: Callable[[Tokens], Tensor]) -> TokenLossFn:
 
 
 def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
-    """The loss of each token and its derivatives.
+    """Return the loss of each token and its derivatives.
 
     Raises:
         ValueError: kl_coef > 0 without `ref_logprob_T`, "gspo" without `cu_seqlens_S1`.
@@ -279,7 +273,7 @@ def correct_for_sampler(
     sampler_logprob_T: Tensor | None,
     cu_seqlens_S1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """TIS on the advantages and MIS on the weights; unchanged where the spec has neither.
+    """Return advantages with TIS and weights with MIS; unchanged where the spec has neither.
 
     `policy_loss` does this itself. Whoever divides by the sum of the weights calls it before, so
     that dropped tokens leave the denominator too; doing so twice changes nothing for MIS, and TIS
@@ -312,8 +306,8 @@ def correct_for_sampler(
 def _clipped_ratio(
     spec: LossSpec, log_ratio_T: Tensor, advantage_T: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-min(r A, clip(r) A), at most -c A where A < 0; its derivative by log r; where that was
-    clipped away.
+    """Return -min(r A, clip(r) A), at most -c A where A < 0; its derivative by log r; where that
+    was clipped away.
     """
     limit = spec.log_ratio_limit
     ratio_T = log_ratio_T.clamp(-limit, limit).exp()
@@ -334,7 +328,7 @@ def _clipped_ratio(
 def _cispo(
     spec: LossSpec, log_ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """CISPO: the ratio, bounded above, is a constant weight of the log-likelihood gradient."""
+    """Compute CISPO: the ratio, bounded above, is a constant weight of the log-prob's gradient."""
     ratio_T = log_ratio_T.clamp(-spec.log_ratio_limit, spec.log_ratio_limit).exp()
     slope_T = -ratio_T.clamp(max=1 + spec.clip_high) * advantage_T
     return slope_T * logprob_T, slope_T, ratio_T > 1 + spec.clip_high
@@ -346,7 +340,7 @@ def _sequence_mean(value_T: Tensor, tokens: Tokens) -> Tensor:
 
 
 def _kl(spec: LossSpec, logprob_T: Tensor, other_T: Tensor, estimator: KL) -> tuple[Tensor, Tensor]:
-    """The KL estimate against `other` and its derivative by logp."""
+    """Return the KL estimate against `other` and its derivative by logp."""
     raw_T = other_T - logprob_T
     u_T = raw_T.clamp(-spec.log_ratio_limit, spec.log_ratio_limit)
     match estimator:
