@@ -35,10 +35,10 @@ class Commands:
 
     def __init__(self, program: str, description: str | None) -> None:
         """`description`: the first line, and after an empty one what follows the commands."""
-        first, _, *rest = (description or "").strip().splitlines()
+        summary, _, *epilog = (description or "").strip().splitlines()
         self.program = program
         self.parser = argparse.ArgumentParser(
-            prog=program, description=first, epilog=" ".join(rest), allow_abbrev=False
+            prog=program, description=summary, epilog=" ".join(epilog), allow_abbrev=False
         )
         self._commands = self.parser.add_subparsers(title="commands", required=True)
 

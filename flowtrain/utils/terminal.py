@@ -30,16 +30,16 @@ class Lasting:
         try:
             self.stream.write(text)
         except OSError as error:
-            self._let_go(error)
+            self._detach(error)
         return len(text)
 
     def flush(self) -> None:
         try:
             self.stream.flush()
         except OSError as error:
-            self._let_go(error)
+            self._detach(error)
 
-    def _let_go(self, error: OSError) -> None:
+    def _detach(self, error: OSError) -> None:
         # What the stream still holds goes there too, so that nothing fails at the exit.
         self.failure = error
         null = os.open(os.devnull, os.O_WRONLY)

@@ -92,10 +92,10 @@ class LoopThread:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread.start()
-            atexit.register(self._leave, self._loop)
+            atexit.register(self._cancel_all, self._loop)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def _leave(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _cancel_all(self, loop: asyncio.AbstractEventLoop) -> None:
         """Cancel what the end of the process finds under way, so that it can clean up and nothing
         complains.
         """

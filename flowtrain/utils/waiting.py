@@ -44,21 +44,21 @@ def waiting(what: str, is_shown: bool = True, *, total: int = 0) -> Iterator[Cal
     def seconds() -> str:
         return f"{time.monotonic() - started_s:.0f} s"
 
-    def tell() -> None:
+    def report() -> None:
         if not ended.wait(PATIENCE_S):
             say(" ...")
             while not ended.wait(_AGAIN_S):
                 say(f", {seconds()} ...")
 
-    teller = threading.Thread(target=tell, name="waiting", daemon=True)
+    reporter = threading.Thread(target=report, name="waiting", daemon=True)
     if is_shown:
-        teller.start()
+        reporter.start()
     try:
         yield tick
     finally:
         ended.set()
         if is_shown:
-            teller.join()
+            reporter.join()
     # An error would speak for itself.
     if is_shown and time.monotonic() - started_s > PATIENCE_S:
         say(f", done in {seconds()}")

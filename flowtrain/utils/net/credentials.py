@@ -75,7 +75,7 @@ class TokenFile:
 
     def find(self, token: bytes) -> Caller | None:
         """Return the owner of a token. It takes as long whichever it is."""
-        self._look()
+        self._reload_if_changed()
         digest = hashlib.sha256(token).hexdigest()
         caller = None
         for entry in self._entries:  # to the end: the time must not tell which one matched
@@ -83,7 +83,7 @@ class TokenFile:
                 caller = Caller(entry.name, entry.role)
         return caller
 
-    def _look(self) -> None:
+    def _reload_if_changed(self) -> None:
         """Read the file again if it has changed. One that cannot be read, as while it is copied,
         changes nothing.
         """

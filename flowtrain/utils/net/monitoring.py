@@ -118,7 +118,7 @@ class Monitor:
             # Without a valid token the application answers, as it does any other request.
             if is_read and scope["path"] == "/metrics" and self._may_read(scope):
                 return await self._answer_metrics(scope, receive, send)
-            return await self._counted(app, scope, receive, send)
+            return await self._count(app, scope, receive, send)
 
         return watched
 
@@ -151,7 +151,7 @@ class Monitor:
         headers = {"Content-Type": CONTENT_TYPE_LATEST, "Cache-Control": "no-store"}
         await Response(text, headers=headers)(scope, receive, send)
 
-    async def _counted(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _count(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         label, status = self._value_of(scope["path"]), "none"
 
         async def counting(message: Message) -> None:
@@ -174,7 +174,7 @@ def gauge(
     """Make a metric that goes up and down, of one value or of one for each tuple of labels."""
     from prometheus_client.core import GaugeMetricFamily
 
-    return _filled(GaugeMetricFamily(name, text, labels=labels), values)
+    return _fill(GaugeMetricFamily(name, text, labels=labels), values)
 
 
 def counter(
@@ -183,10 +183,10 @@ def counter(
     """Make a metric that only grows; Prometheus knows it by its name with `_total`."""
     from prometheus_client.core import CounterMetricFamily
 
-    return _filled(CounterMetricFamily(name, text, labels=labels), values)
+    return _fill(CounterMetricFamily(name, text, labels=labels), values)
 
 
-def _filled(family: Any, values: float | Mapping[Any, float]) -> Metric:
+def _fill(family: Any, values: float | Mapping[Any, float]) -> Metric:
     # Copied at once: the values may belong to another thread.
     for labels, value in (dict(values) if isinstance(values, Mapping) else {(): values}).items():
         family.add_metric((labels,) if isinstance(labels, str) else labels, value)
