@@ -54,7 +54,7 @@ def _verify(options: argparse.Namespace, cache: Path) -> int:
     problems = verifier.run(versions)
     for problem in problems:
         print(f"damaged: {problem}")
-    size = _human(verifier.num_bytes)
+    size = _format_bytes(verifier.num_bytes)
     counts = f"{len(versions)} versions, {verifier.num_files} files, {size}"
     print(f"{len(problems)} problems in {counts}" if problems else f"fine: {counts}")
     return 1 if problems else 0
@@ -83,7 +83,7 @@ def _gc(options: argparse.Namespace, _cache: Path) -> int:
     store = _open_folder(options.store)
     garbage = store.garbage(options.keep)
     files = [path for version in garbage for path in store.folder(version).iterdir()]
-    size = _human(sum(path.stat().st_size for path in files))
+    size = _format_bytes(sum(path.stat().st_size for path in files))
     if not options.dry_run:
         garbage = store.collect_garbage(options.keep)
     verb, state = ("would delete", "are there") if options.dry_run else ("deleted", "stay")
@@ -147,7 +147,7 @@ def _list(source: Source) -> list[int]:
     return versions[::-1]
 
 
-def _human(num_bytes: float) -> str:
+def _format_bytes(num_bytes: float) -> str:
     """Write a size with its unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1000:

@@ -158,7 +158,7 @@ class StridedView:
         """Find the ascending positions of the tensor that are in the view. Returns int64: their
         indices in `positions`, and where each is in memory.
         """
-        end = self.first + 1 + _reach(self.sizes, self.strides)
+        end = self.first + 1 + _num_spanned(self.sizes, self.strides)
         start, stop = torch.searchsorted(positions, torch.tensor([self.first, end])).tolist()
         index = torch.arange(start, stop)
         remaining = positions[start:stop] - self.first
@@ -192,7 +192,7 @@ class StridedView:
         """Copy from a run of whole rows of the tensor that starts at its word `first`."""
         lead = first - self.first
         stride = self.strides[0]
-        row_words = 1 + _reach(self.sizes[1:], self.strides[1:])
+        row_words = 1 + _num_spanned(self.sizes[1:], self.strides[1:])
         start = max(0, -(-lead // stride))
         stop = min(self.sizes[0], (lead + len(flat) - row_words) // stride + 1)
         if start < stop:
@@ -216,7 +216,7 @@ class StridedView:
         return total
 
 
-def _reach(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
+def _num_spanned(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Words from the first to the last of a strided view."""
     return sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
 

@@ -176,7 +176,7 @@ class Publisher:
             OSError: a disk is full or read-only; store and publisher are as before, on every rank.
             ValueError: the store cannot hold a tensor; the message names it.
         """
-        layout, shards = self._cut(tensors)
+        layout, shards = self._split(tensors)
         base = self._base if self._base is not None and self._base.layout == layout else None
         draft = self._draft_next(base, shards) if base else self._draft_first(layout, shards)
         # The folder must be there before any rank writes into it.
@@ -224,7 +224,7 @@ class Publisher:
         if self.store.head() != version:
             return False
         manifest = self.store.manifest(version)
-        layout, shards = self._cut(tensors)
+        layout, shards = self._split(tensors)
         draft = self._draft_first(layout, shards)
         digests = add_up(layout, gather(self.ranks, draft.digests))
         if (manifest.layout, manifest.digests) != (layout, digests):
@@ -237,7 +237,7 @@ class Publisher:
         self._base = _Base(version, layout, draft.baselines, chain=chain)
         return True
 
-    def _cut(self, tensors: Mapping[str, Tensor]) -> tuple[Layout, list[TensorShard]]:
+    def _split(self, tensors: Mapping[str, Tensor]) -> tuple[Layout, list[TensorShard]]:
         dtype = self.options.dtype
         layout = {name: spec_of(name, tensor, dtype) for name, tensor in sorted(tensors.items())}
         return layout, local_shards(tensors, dtype, self.ranks.rank, num_ranks=self.ranks.size)

@@ -207,7 +207,7 @@ class Bucket:
 
     def read(self, key: str, limit: int) -> bytes:
         data = bytearray()
-        with self._explained(key):
+        with self._explain_errors(key):
             for chunk in self._api.get(self._store, key).stream():
                 data += chunk
                 if len(data) > limit:
@@ -217,11 +217,11 @@ class Bucket:
         return bytes(data)
 
     def piece(self, key: str, start: int, stop: int, content: str, *, is_again: bool) -> bytes:
-        with self._explained(key):
+        with self._explain_errors(key):
             return bytes(self._api.get_range(self._store, key, start=start, end=stop))
 
     @contextmanager
-    def _explained(self, key: str) -> Iterator[None]:
+    def _explain_errors(self, key: str) -> Iterator[None]:
         address = f"{self.url}/{key}"
         try:
             yield
