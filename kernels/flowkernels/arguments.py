@@ -148,10 +148,10 @@ def check_head(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> N
         if tensor is not None and (
             tensor.dtype != hidden_TD.dtype or tensor.device != hidden_TD.device
         ):
-            wanted, given = (hidden_TD.dtype, hidden_TD.device), (tensor.dtype, tensor.device)
+            expected, actual = (hidden_TD.dtype, hidden_TD.device), (tensor.dtype, tensor.device)
             raise ValueError(
-                f"{name} must be {wanted[0]} on {wanted[1]}, as hidden_TD, got {given[0]} on "
-                f"{given[1]}"
+                f"{name} must be {expected[0]} on {expected[1]}, as hidden_TD, got {actual[0]} on "
+                f"{actual[1]}"
             )
     if bias_V is not None and bias_V.shape != weight_VD.shape[:1]:
         raise ValueError(f"bias_V must be [V={weight_VD.shape[0]}], got {tuple(bias_V.shape)}")
@@ -211,8 +211,8 @@ def _check_mask(mask: SamplingMask, num_rows: int, device: torch.device) -> None
     tensors = {"token_ids_K": mask.token_ids_K, "offsets_T1": mask.offsets_T1}
     for name, tensor in tensors.items():
         if tensor.dim() != 1 or tensor.dtype != torch.int64 or not tensor.is_contiguous():
-            given = f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
-            raise ValueError(f"sampling_mask.{name} must be contiguous int64 [n], got {given}")
+            actual = f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
+            raise ValueError(f"sampling_mask.{name} must be contiguous int64 [n], got {actual}")
         if tensor.device != device:
             raise ValueError(
                 f"sampling_mask.{name} must be on {device}, where the logits are, got "

@@ -38,7 +38,7 @@ def _scan_block(x, gamma, carry) -> tl.tensor:
 
 
 @triton.jit
-def _first(x) -> tl.tensor:
+def _first_element(x) -> tl.tensor:
     return tl.sum(tl.where(tl.arange(0, x.shape[0]) == 0, x, 0.0), axis=0)
 
 
@@ -87,7 +87,7 @@ def scan_kernel(x_ptr, mask_ptr, out_ptr, cu_seqlens_ptr, gamma, BLOCK: tl.const
         position, is_in, is_token = _tokens(start, end, mask_ptr, BLOCK)
         scanned = _scan_block(_load(x_ptr + position, is_in, is_token), gamma, carry)
         tl.store(out_ptr + position, scanned, mask=is_in)
-        carry = _first(scanned)
+        carry = _first_element(scanned)
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def score_kernel(
         position, is_in, is_token = _tokens(start, end, mask_ptr, BLOCK)
         scanned = _scan_block(_load(log_ratio_ptr + position, is_in, is_token), gamma, carry)
         entropies += _load(entropy_ptr + position, is_in, is_token)
-        carry = _first(scanned)
+        carry = _first_element(scanned)
         omega = clamp(tl.exp(clamp(scanned, -LIMIT, LIMIT)), 1.0 - clip, 1.0 + clip)
         tl.store(omega_ptr + position, omega, mask=is_in)
         num += is_token.to(tl.float32)

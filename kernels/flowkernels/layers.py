@@ -213,10 +213,10 @@ def swiglu(
     Raises:
         ValueError: an argument that does not fit, with its name and value.
     """
-    num_columns, like = gate.shape[-1], ((gate.dtype,), gate.device)
+    num_columns, form = gate.shape[-1], ((gate.dtype,), gate.device)
     check_tokens("gate", gate, gate.shape, DTYPES, gate.device)
-    check_tokens("up", up, gate.shape, *like)
+    check_tokens("up", up, gate.shape, *form)
     if weight_DF is not None:
-        check_tokens("weight_DF", weight_DF, (len(weight_DF), num_columns), *like)
+        check_tokens("weight_DF", weight_DF, (len(weight_DF), num_columns), *form)
     out: Tensor = _SwiGLU.apply(gate, up, weight_DF, resolve_impl(impl, gate.device))
     return out

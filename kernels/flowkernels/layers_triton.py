@@ -75,6 +75,7 @@ def norm_gradient_kernel(
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     scale = _scale(scale_ptr, num_columns, FORM, COLUMNS)
+    # Summed over all rows of the program: few parts are left, to be added in a fixed order.
     dweight = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first_row in range(program * ROWS, num_rows, num_programs * ROWS):
         offset, row, _, is_in = _block(first_row, num_rows, num_columns, ROWS, COLUMNS)

@@ -87,18 +87,18 @@ def new_head(
     check_head(hidden_TD, weight_VD, bias_V)
     num_vocab, size, is_cuda = len(weight_VD), hidden_TD.element_size(), hidden_TD.is_cuda
     row_bytes = bytes_per_row(num_vocab, size, fp32_logits)
-    num_rows, more_rows = default_rows(num_vocab, is_cuda), 0
+    num_rows, extra_rows = default_rows(num_vocab, is_cuda), 0
     if memory_budget is not None:
         num_rows = memory_budget // row_bytes
     elif weight_VD.requires_grad:
         # One chunk has dW in the head's dtype where several have it in fp32.
-        more_rows = max(0, 4 - size) * weight_VD.numel() // row_bytes
+        extra_rows = max(0, 4 - size) * weight_VD.numel() // row_bytes
     if num_rows < 1:
         raise ValueError(
             f"memory_budget={memory_budget} bytes must hold at least one row of logits, which "
             f"takes {row_bytes}"
         )
-    return LMHead(weight_VD, bias_V, fp32_logits, num_rows, num_rows + more_rows)
+    return LMHead(weight_VD, bias_V, fp32_logits, num_rows, num_rows + extra_rows)
 
 
 def bytes_per_row(num_vocab: int, size: int, fp32_logits: bool) -> int:

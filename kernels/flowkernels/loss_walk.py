@@ -73,6 +73,7 @@ class LossWalk:
             weight_T = torch.where(counts_T, self.inputs.weight_T, 0.0)
             inputs = replace(self.inputs, weight_T=weight_T)
             return replace(self, inputs=inputs, bounds=bounds)._walk()
+        # The size is known: `nonzero` would make the host wait once more.
         index_A = torch.nonzero_static(counts_T, size=num_rows)[:, 0]
         if self.gradients is not None:
             self.gradients.clear_hidden()

@@ -36,8 +36,8 @@ def flat_rows(name: str, rows: Tensor, *, may_copy: bool = True) -> Tensor:
 
 def plain_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
     """Return flat hidden states, full weight and bias, in one dtype if autocast chooses it."""
-    weight = _gathered(weight)
-    bias = None if bias is None else _gathered(bias)
+    weight = _gather(weight)
+    bias = None if bias is None else _gather(bias)
     head = flat_rows("hidden_TD", hidden), weight, bias
     dtypes = {x.dtype for x in head if x is not None}
     device = hidden.device.type
@@ -55,7 +55,7 @@ def check_plain(name: str, tensor: Tensor) -> None:
         )
 
 
-def _gathered(tensor: Tensor) -> Tensor:
+def _gather(tensor: Tensor) -> Tensor:
     """Return all of a DTensor. Its gradient is the mean over the ranks, as FSDP2 takes it, who have
     tokens of their own; the mean of one and the same gradient is right too.
     """

@@ -19,7 +19,7 @@ from flowkernels.rows_triton import (
 
 
 @triton.jit
-def _uncap(g, x, softcap) -> tl.tensor:
+def _softcap_gradient(g, x, softcap) -> tl.tensor:
     """Return the gradient by the raw logit, from that by the capped logit x."""
     if softcap is not None:
         tanh = x * (1.0 / softcap)
@@ -58,7 +58,7 @@ def _gradient(x, normalized, slopes, scale) -> tl.tensor:
 def _write_part(row, out_ptr, x, is_in, normalized, slopes) -> None:
     """Write the gradient where the logits x were read."""
     x = capped(x, row.softcap)
-    g = _uncap(_gradient(x, normalized, slopes, row.scale), x, row.softcap)
+    g = _softcap_gradient(_gradient(x, normalized, slopes, row.scale), x, row.softcap)
     g = g.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr, g, mask=is_in, eviction_policy="evict_first")
 
@@ -149,7 +149,7 @@ def _write_tokens(row, out_ptr, ids, is_in, x, is_target, scored, slopes) -> Non
         g += _gradient(x, normalized, (0.0, c * normalized[2]), scale)
     if d is not None:
         g += _gradient(x, normalized, (d * normalized[2], None), scale)
-    g = _uncap(g, x, row.softcap)
+    g = _softcap_gradient(g, x, row.softcap)
     is_in = is_in & (ids >= 0) & (ids < row.num_vocab)
     tl.store(out_ptr + ids, g.to(out_ptr.dtype.element_ty), mask=is_in)
 

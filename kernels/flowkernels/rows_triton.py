@@ -115,13 +115,13 @@ def alignment(logits_TV: Tensor, out_TV: Tensor | None = None) -> str:
     of 16; "alike", between the first and the last multiple, in both tensors at once; "apart", loads
     alone.
     """
-    both = [logits_TV] if out_TV is None else [logits_TV, out_TV]
+    tensors = [logits_TV] if out_TV is None else [logits_TV, out_TV]
     if not any(
-        (x.data_ptr() | x.stride(0) * x.itemsize | x.shape[1] * x.itemsize) % 16 for x in both
+        (x.data_ptr() | x.stride(0) * x.itemsize | x.shape[1] * x.itemsize) % 16 for x in tensors
     ):
         return "whole"
-    begins = {(x.itemsize, x.data_ptr() % 16, x.stride(0) * x.itemsize % 16) for x in both}
-    return "alike" if len(begins) == 1 else "apart"
+    layouts = {(x.itemsize, x.data_ptr() % 16, x.stride(0) * x.itemsize % 16) for x in tensors}
+    return "alike" if len(layouts) == 1 else "apart"
 
 
 class Row(NamedTuple):
@@ -230,6 +230,7 @@ def row_body(
     begin, size = 0, num_vocab
     if ALIGNMENT != "whole":
         SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+        # Elements up to the next multiple of 16 bytes.
         begin = tl.minimum((-ptr.to(tl.int64) & 15) // SIZE, num_vocab).to(tl.int32)
         size = (num_vocab - begin) // WIDTH * WIDTH
     return begin, tl.multiple_of(size, WIDTH)
@@ -253,13 +254,13 @@ def capped(x, softcap) -> tl.tensor:
 
 
 @triton.jit
-def _absorb(
+def _accumulate(
     row, parts, limit, state, NUM: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Take NUM parts [LANES, WIDTH] of raw logits, -inf from element `limit` (or None) on, into the
     running (top, total, moment) [LANES].
 
-    The maximum needs all loads of a block at once. Were they absorbed one by one, or capped before,
+    The maximum needs all loads of a block at once. Were they taken one by one, or capped before,
     the compiler would issue each load when the one before it has been used up.
     """
     top, total, moment = state
@@ -267,6 +268,7 @@ def _absorb(
     for i in tl.static_range(1, NUM):
         largest = tl.maximum(largest, parts[i])
     new_top = tl.maximum(top, capped(tl.max(largest, axis=1), row.softcap) * row.scale)
+    # A lane that has seen nothing but -inf would subtract -inf from itself.
     base = tl.where(new_top == -_INF, 0.0, new_top)
     e_sum, moment_sum = tl.zeros_like(parts[0]), tl.zeros_like(parts[0])
     for i in tl.static_range(NUM):
@@ -294,22 +296,25 @@ def _row_statistics(
     state = (zeros - _INF, zeros, zeros)
     begin, size = row_body(row_ptr, num_vocab, ALIGNMENT, WIDTH)
     body_ptr = tl.multiple_of(row_ptr + begin, 16)
+    # The last block stays out of the loop: its logits are returned, and the gradient begins there.
     num_full = (size - 1) // BLOCK * BLOCK
     for start in range(0, num_full, BLOCK):
         parts = load_block(body_ptr + start, None, -_INF, POLICY=POLICY, LANES=LANES, WIDTH=WIDTH)
-        state = _absorb(row, parts, None, state=state, NUM=ROUNDS, LANES=LANES, WIDTH=WIDTH)
+        state = _accumulate(row, parts, None, state=state, NUM=ROUNDS, LANES=LANES, WIDTH=WIDTH)
     num_tail = size - num_full
     last_block = load_block(
         body_ptr + num_full, num_tail, -_INF, POLICY="evict_first", LANES=LANES, WIDTH=WIDTH
     )
-    state = _absorb(row, last_block, num_tail, state=state, NUM=ROUNDS, LANES=LANES, WIDTH=WIDTH)
+    state = _accumulate(
+        row, last_block, num_tail, state=state, NUM=ROUNDS, LANES=LANES, WIDTH=WIDTH
+    )
     if ALIGNMENT != "whole":
         num_edge = num_vocab - size
         x = load_logits(
             row_ptr + edge_columns(begin, size, LANES),
             tl.arange(0, LANES) < num_edge, -_INF, POLICY,
         )  # fmt: skip
-        state = _absorb(row, (x[:, None],), num_edge, state=state, NUM=1, LANES=LANES, WIDTH=1)
+        state = _accumulate(row, (x[:, None],), num_edge, state=state, NUM=1, LANES=LANES, WIDTH=1)
     top, total, moment = state
     row_top = tl.max(top, axis=0)
     base = tl.where(row_top == -_INF, 0.0, row_top)

@@ -303,10 +303,10 @@ def digest_at(words: Tensor, index: Tensor) -> Tensor:
     """
     has_dtypes = words.dtype == torch.int16 and index.dtype == torch.int64
     if not has_dtypes or (words.shape, words.device) != (index.shape, index.device):
-        given = " and ".join(f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (words, index))
+        actual = " and ".join(f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (words, index))
         raise ValueError(
             "words must be int16 and index int64 of the same shape and device, got "
-            + given.replace("torch.", "")
+            + actual.replace("torch.", "")
         )
     flat, flat_index = words.reshape(-1), index.reshape(-1)
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
@@ -318,16 +318,16 @@ def digest_at(words: Tensor, index: Tensor) -> Tensor:
 def _new_words(old: Tensor, new: Tensor) -> Tensor:
     words = _as_words("new", new)
     if (new.dtype, new.numel(), new.device) != (old.dtype, old.numel(), old.device):
-        wanted, given = (f"{x.dtype} of {x.numel()} elements on {x.device}" for x in (old, new))
-        raise ValueError(f"new must be {wanted}, as old, got {given}".replace("torch.", ""))
+        expected, actual = (f"{x.dtype} of {x.numel()} elements on {x.device}" for x in (old, new))
+        raise ValueError(f"new must be {expected}, as old, got {actual}".replace("torch.", ""))
     return words
 
 
 def _as_words(name: str, tensor: Tensor) -> Tensor:
     """View a tensor as int16 [n], sharing memory, without a gradient."""
     if tensor.dtype.itemsize % 2:
-        given = str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(f"{name} must have a dtype of an even number of bytes, got {given}")
+        actual = str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(f"{name} must have a dtype of an even number of bytes, got {actual}")
     if not tensor.is_contiguous():
         raise ValueError(
             f"{name} must be contiguous, got strides {tensor.stride()} for {tuple(tensor.shape)}"
@@ -348,9 +348,11 @@ def _check_delta(
     form = (tensor.dtype, tensor.shape, tensor.device)
     if form != (dtype, (num,), device) or not tensor.is_contiguous():
         layout = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
-        wanted = f"{dtype} [{num}] on {device}"
-        given = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}{layout}"
-        raise ValueError(f"{name} must be contiguous {wanted}, got {given}".replace("torch.", ""))
+        expected = f"{dtype} [{num}] on {device}"
+        actual = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}{layout}"
+        raise ValueError(
+            f"{name} must be contiguous {expected}, got {actual}".replace("torch.", "")
+        )
 
 
 def _check_positions(counts: Tensor, positions: Tensor, num_words: int) -> None:

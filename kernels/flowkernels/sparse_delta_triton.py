@@ -196,7 +196,7 @@ def diff_all(
     # One read for all pieces: each .tolist() would wait for the device.
     nums = torch.stack([tile_bounds[-1] for tile_bounds in bounds]).tolist() if bounds else []
     return [
-        _compacted(old, new_of(piece), bounds[piece], nums[piece], first)
+        _compact(old, new_of(piece), bounds[piece], nums[piece], first)
         for piece, (old, first) in enumerate(zip(olds, firsts, strict=True))
     ]
 
@@ -212,7 +212,7 @@ def _tile_bounds(old: Tensor, new: Tensor) -> Tensor:
     return tile_bounds
 
 
-def _compacted(old: Tensor, new: Tensor, tile_bounds: Tensor, num: int, first: int) -> Changes:
+def _compact(old: Tensor, new: Tensor, tile_bounds: Tensor, num: int, first: int) -> Changes:
     positions, diffs = old.new_empty(num), old.new_empty(num)
     if num:
         grid = (len(tile_bounds) - 1,)
