@@ -126,6 +126,7 @@ class SharedCache:
         """
         if layer in self._layers:
             return self._decode(self._layers[layer], query_NHD, token_2NKD.float(), options)
+        # A response's first token sees itself and at most window - 1 tokens before it.
         num_held = self._path_QP.shape[1] if options.window is None else options.window - 1
         path_QP = self._path_QP[:, max(0, self._path_QP.shape[1] - num_held) :]
         prompt_2QPKD = token_2NKD[:, path_QP].float()

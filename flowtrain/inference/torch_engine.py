@@ -233,17 +233,17 @@ class TorchEngine:
         rows = list(range(len(requests)))
         penalties = _FrequencyPenalties(requests, logits_BV)
         for step in range(uniform_BT.shape[1]):
-            under_way = [requests[i] for i in rows]
+            active = [requests[i] for i in rows]
             logits_BV = penalties.subtract(logits_BV, rows)
             logprob_BV = _logprobs(logits_BV, temperature_B[rows])
             if self._records_entropies:
                 entropies = _entropies(logprob_BV).tolist()
-                for request, entropy in zip(under_way, entropies, strict=True):
+                for request, entropy in zip(active, entropies, strict=True):
                     request.entropies.append(entropy)
-            if any(request.sampling.is_truncated for request in under_way):
-                logprob_BV = _truncate(logprob_BV, under_way)
+            if any(request.sampling.is_truncated for request in active):
+                logprob_BV = _truncate(logprob_BV, active)
             ids_B, logprob_B = _choose(logprob_BV, temperature_B[rows] == 0, uniform_BT[rows, step])
-            self._append(under_way, ids_B.tolist(), logprob_B.tolist())
+            self._append(active, ids_B.tolist(), logprob_B.tolist())
             penalties.count(ids_B, rows)
             # `rows` are indices in the batch, `alive` indices in what is left of it.
             alive = [k for k, i in enumerate(rows) if requests[i].finish_reason is None]

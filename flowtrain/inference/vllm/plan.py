@@ -125,7 +125,7 @@ def make_plan(layout: Layout, load: Load, tensors: Iterable[Tensor], ranks: Rank
     for obstacles in gather(ranks, local_obstacles):
         dense |= obstacles
     views = {
-        name: _joined(
+        name: _join_views(
             [
                 _strided_view(target, cut, memories[_memory(target)])
                 for target, cut in watch.copies
@@ -162,12 +162,12 @@ def prove(plan: LoadPlan, load: Load, tensors: Iterable[Tensor], ranks: Ranks) -
     """
     proof = _Proof(plan, load, memories_of(tensors))
     on_all_ranks(ranks, proof.run)
-    lost = {
+    incomplete = {
         name: "the ranks together do not hold each of its words once"
         for name, digest in sum_regions(gather(ranks, proof.held)).items()
         if digest != proof.whole[name]
     }
-    for problems in gather(ranks, lost | proof.wrong):
+    for problems in gather(ranks, incomplete | proof.wrong):
         for name, problem in problems.items():
             raise ValueError(
                 f"the weights of this model cannot be updated in place: {name!r}: {problem}"
@@ -192,12 +192,12 @@ class _Proof:
         for names, touched in _groups(self._plan):
             saved = {address: self._memories[address].clone() for address in touched}
             try:
-                self._try(names)
+                self._prove_group(names)
             finally:
                 for address, words in saved.items():
                     self._memories[address].copy_(words)
 
-    def _try(self, names: Sequence[str]) -> None:
+    def _prove_group(self, names: Sequence[str]) -> None:
         """Load in one order and in the other: what is overwritten is loaded before once."""
         for order in (names, names[::-1]):
             for name in order:
@@ -310,7 +310,7 @@ def _strided_view(target: Tensor, cut: Tensor, memory: Tensor) -> StridedView:
     return _view(memory, int(cut.storage_offset()) * num, int(target.storage_offset()) * num, dims)
 
 
-def _joined(views: list[StridedView]) -> list[StridedView]:
+def _join_views(views: list[StridedView]) -> list[StridedView]:
     """Join the views of a tensor when they follow each other at equal steps in the tensor and in
     one memory: those of a layer's experts, of which there are hundreds, become one.
     """

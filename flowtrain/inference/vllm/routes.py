@@ -50,7 +50,7 @@ class RouteTable:
         self._table_SLC = torch.zeros(num_places, len(layers), num_chosen, dtype=dtype)
         self._ended: dict[str, bytes] = {}
         """Routes of requests that have ended lately; the oldest first."""
-        for i, layer in enumerate(_mixtures(runner)):
+        for i, layer in enumerate(_router_layers(runner)):
             layer.router.set_capture_fn(partial(self._note, i))
         self._update = runner._update_states
         runner._update_states = self._keep_ended
@@ -59,7 +59,7 @@ class RouteTable:
         """Return `Routes.experts` of the first tokens of a request that ends or has ended, once;
         None where they are lost.
         """
-        live = [request for request in self._runner.requests if _name(request) == name]
+        live = [request for request in self._runner.requests if _sent_name(request) == name]
         routes = self._read(live[0]) if live else self._ended.pop(name, None)
         size = num_tokens * self._table_SLC[0].nbytes
         return None if routes is None or len(routes) < size else routes[:size]
@@ -72,7 +72,7 @@ class RouteTable:
         """Read the routes of requests that have ended, before the step gives their blocks away."""
         for request in step.finished_req_ids:
             if request in self._runner.requests and (routes := self._read(request)) is not None:
-                self._ended[_name(request)] = routes
+                self._ended[_sent_name(request)] = routes
         while len(self._ended) > 4 * self._runner.max_num_reqs:  # nobody waits for these
             del self._ended[next(iter(self._ended))]
         return self._update(step)
@@ -88,7 +88,7 @@ class RouteTable:
 
 def sizes_of(runner: Any) -> Sizes:
     """Return what a model of vLLM's has routes of. Raises UserError for one without routers."""
-    layers = _mixtures(runner)
+    layers = _router_layers(runner)
     if not layers:
         raise UserError("vLLM knows no router of this model, so there are no routes")
     is_wide = runner.model_config.get_num_experts() > 256
@@ -110,13 +110,13 @@ async def routes_of(llm: Any, name: str, last: Any, num_tokens: int, sizes: Size
     return None if experts is None else Routes(experts, len(layers), num_chosen, is_wide)
 
 
-def _mixtures(runner: Any) -> list[Any]:
+def _router_layers(runner: Any) -> list[Any]:
     """Return the layers that have a router."""
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
     return [layer for layer in runner.get_model().modules() if isinstance(layer, MoERunner)]
 
 
-def _name(request: str) -> str:
+def _sent_name(request: str) -> str:
     """Return the name that a request was sent by: vLLM adds a random number."""
     return request.partition("-")[0]

@@ -265,7 +265,7 @@ class AsyncLLMRunner:
             await self._llm.wake_up()
             self._is_asleep = False
 
-    async def _be_awake(self) -> None:
+    async def _ensure_awake(self) -> None:
         """Wake up for a request: an engine whose weights never change is never loaded."""
         if self._is_asleep:
             async with self._loading:
@@ -288,7 +288,7 @@ class AsyncLLMRunner:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        await self._be_awake()
+        await self._ensure_awake()
         llm, weights = self._llm, self._weights[policy]
         name = str(next(self._names))
         prompt = TokensPrompt(prompt_token_ids=list(prompt_ids), cache_salt=weights.salt)
@@ -349,7 +349,7 @@ class AsyncLLMRunner:
         self, samples: Sequence[Sample], policy: str
     ) -> tuple[int, list[tuple[float, ...]]]:
         """Score until no update of the weights came in between."""
-        await self._be_awake()
+        await self._ensure_awake()
         weights = self._weights[policy]
         while True:
             version = weights.label

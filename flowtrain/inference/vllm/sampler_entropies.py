@@ -31,10 +31,10 @@ def record(sampler: Any) -> None:
 
     Raises UserError for another kind of sampler.
     """
-    if _has(sampler, "sample", "gather_logprobs"):
+    if _has_methods(sampler, "sample", "gather_logprobs"):
         _record_older(sampler)
-    elif _has(sampler, "__call__", "apply_sampling_params"):
-        sampler.__class__ = _telling(type(sampler))
+    elif _has_methods(sampler, "__call__", "apply_sampling_params"):
+        sampler.__class__ = _recording_type(type(sampler))
     else:
         raise UserError(
             f"this vLLM samples by {type(sampler).__name__}, which is not known to tell entropies; "
@@ -42,7 +42,7 @@ def record(sampler: Any) -> None:
         )
 
 
-def _has(sampler: Any, *names: str) -> bool:
+def _has_methods(sampler: Any, *names: str) -> bool:
     return all(callable(getattr(sampler, name, None)) for name in names)
 
 
@@ -63,7 +63,7 @@ def _record_older(sampler: Any) -> None:
     sampler.sample, sampler.gather_logprobs = sample_noting, gather_telling
 
 
-def _telling(kind: type[Any]) -> type[Any]:
+def _recording_type(kind: type[Any]) -> type[Any]:
     """Return the newer kind of sampler with entropies. It applies temperatures in a method of its
     own, before top-k and top-p, and never gathers log-probs of a prompt.
     """

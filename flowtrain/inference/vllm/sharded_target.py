@@ -165,12 +165,12 @@ class ShardedTarget:
         info = _delta.info(blob)
         base = None
         if info["level"] == 2:
-            base = slice_of(name, self._whole(name), first, num_words=info["num_words"])
+            base = slice_of(name, self._read_whole(name), first, num_words=info["num_words"])
         positions, diffs = _delta.decode(blob, base)
         tensor_positions = torch.from_numpy(positions.view(np.int64)) + first
         return tensor_positions, torch.from_numpy(diffs.view(np.int16))
 
-    def _whole(self, name: str) -> Tensor:
+    def _read_whole(self, name: str) -> Tensor:
         """Return a tensor's current words. Raises DeltaError when this rank has a part of them."""
         words = torch.empty(self.plan.layout[name].num_words, dtype=torch.int16)
         if sum(view.num_words for view in self.plan.views[name]) != len(words):

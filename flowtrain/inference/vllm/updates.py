@@ -72,7 +72,7 @@ class SparseUpdates:
     async def stage(self, version: int) -> None:
         await self._connect()
         start = self.llm.start_weight_update
-        await start(**_accepted(start, is_checkpoint_format=False))
+        await start(**_supported(start, is_checkpoint_format=False))
         await self._update(version, stage=True)
         while not all(await self.llm.collective_rpc("staged_weights")):
             await asyncio.sleep(_POLL_S)
@@ -85,7 +85,7 @@ class SparseUpdates:
 
     async def finish(self, version: int) -> None:
         finish = self.llm.finish_weight_update
-        await finish(**_accepted(finish, weight_version=str(version)))
+        await finish(**_supported(finish, weight_version=str(version)))
 
     async def metrics(self) -> dict[str, float]:
         report, *_ = await self.llm.collective_rpc("held_weights")
@@ -239,7 +239,7 @@ def policies(llm: Any, model: VllmModel) -> dict[str, Weights]:
     return weights
 
 
-def _accepted(function: Any, **options: Any) -> dict[str, Any]:
+def _supported(function: Any, **options: Any) -> dict[str, Any]:
     """Select the options that this version of vLLM knows."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in options.items() if name in parameters}
