@@ -79,33 +79,33 @@ def make_chat_engines(
     Raises UserError for a role that names no engine, and for an engine that cannot start: no key,
     no model, no chat template.
     """
-    named = {
+    roles = {
         role: name for role, name in config.roles.model_dump().items() if name not in NO_ENGINE
     }
-    _check(config, named)
+    _check_roles(config, roles)
     for tool, name in config.agent.tool_engines.items():
         _check_tool(config, tool, name)
-        named[TOOL.format(tool)] = name
-    named |= others or {}
+        roles[TOOL.format(tool)] = name
+    roles |= others or {}
     with ExitStack() as cleanup:  # closes what has started when another cannot
         started: dict[str, Endpoint | TokenChat] = {}
-        for name in dict.fromkeys(named.values()):
+        for name in dict.fromkeys(roles.values()):
             started[name] = (
-                _policy(config, tokenizer) if name == POLICY else _start(name, config, device)
+                _policy_chat(config, tokenizer) if name == POLICY else _start(name, config, device)
             )
             cleanup.callback(started[name].close)
         cleanup.pop_all()
-    return ChatEngines(started, {role: started[name] for role, name in named.items()})
+    return ChatEngines(started, {role: started[name] for role, name in roles.items()})
 
 
-def _check(config: Config, named: Mapping[str, str]) -> None:
+def _check_roles(config: Config, roles: Mapping[str, str]) -> None:
     reserved = [name for name in config.engines if name in (*NO_ENGINE, POLICY)]
     if reserved:
         raise UserError(
             f"[engines.{reserved[0]}] needs another name: roles use {reserved[0]!r} for something "
             "else"
         )
-    for role, name in named.items():
+    for role, name in roles.items():
         if name not in config.engines and (name != POLICY or role in _WITHOUT_POLICY):
             known = ", ".join(config.engines) or "nothing yet"
             default = type(config.roles).model_fields[role].default
@@ -125,7 +125,7 @@ def _check_tool(config: Config, tool: str, name: str) -> None:
         raise UserError(f"{key} must be a name in [engines], which holds {known}")
 
 
-def _policy(config: Config, tokenizer: ChatTokenizer | None) -> TokenChat:
+def _policy_chat(config: Config, tokenizer: ChatTokenizer | None) -> TokenChat:
     """Chat with the current policy at temperature 0; its engine is bound later."""
     assert tokenizer is not None, "roles that name the policy need its tokenizer"
     key, path = config.path_of(config.first_policy)

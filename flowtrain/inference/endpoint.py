@@ -94,10 +94,10 @@ class Endpoint:
         async def attempt() -> T:
             async with self._free:
                 content = await self._attempt(f"{self._url}/{path}", body)
-            found, prompt_tokens, reply_tokens = parse(content)
+            result, prompt_tokens, reply_tokens = parse(content)
             self._has_answered = True
             self.meter.count(prompt_tokens, reply_tokens)
-            return found
+            return result
 
         try:
             return await self._reply(attempt, deadline)
@@ -146,8 +146,8 @@ class Endpoint:
         self.meter.retries += 1
         if isinstance(failure, _Dead) and not self._has_answered and not self._has_warned:
             self._has_warned = True
-            where = f"engines.{self._label} at {self._options.base_url}"
-            print(f"waiting for {where}: {failure}", file=sys.stderr, flush=True)
+            address = f"engines.{self._label} at {self._options.base_url}"
+            print(f"waiting for {address}: {failure}", file=sys.stderr, flush=True)
 
     async def _attempt(self, url: str, body: dict[str, object]) -> bytes:
         if self._client.is_closed:
@@ -155,7 +155,7 @@ class Endpoint:
         timeout_s = self._options.timeout_s
         try:
             async with (
-                asyncio.timeout(timeout_s),
+                asyncio.timeout(timeout_s),  # of the whole reply, which a socket's timeout is not
                 self._client.stream("POST", url, json=body) as response,
             ):
                 content = await read_body(
@@ -225,7 +225,7 @@ def parse_json(content: bytes) -> Any:
 def usage(reply: Any) -> tuple[int, int]:
     """Return the number of tokens of prompt and reply, 0 where the reply does not say."""
     match reply:
-        case {"usage": {"prompt_tokens": int(asked), "completion_tokens": int(replied)}}:
-            if all(0 <= num_tokens <= _MOST_TOKENS for num_tokens in (asked, replied)):
-                return asked, replied
+        case {"usage": {"prompt_tokens": int(prompt), "completion_tokens": int(completion)}}:
+            if all(0 <= num_tokens <= _MOST_TOKENS for num_tokens in (prompt, completion)):
+                return prompt, completion
     return 0, 0

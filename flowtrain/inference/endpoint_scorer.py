@@ -57,19 +57,19 @@ def _parse(content: bytes, ids: Sequence[int], start: int) -> tuple[tuple[float,
     """Return the log-probs of `ids` from `start` on, and the numbers of tokens."""
     reply = parse_json(content)
     match reply:
-        case {"choices": [{"prompt_logprobs": list(found)}, *_]} if len(found) == len(ids):
-            pairs = zip(found[start:], ids[start:], strict=True)
-            return tuple(_logprob(place, token) for place, token in pairs), *usage(reply)
+        case {"choices": [{"prompt_logprobs": list(entries)}, *_]} if len(entries) == len(ids):
+            pairs = zip(entries[start:], ids[start:], strict=True)
+            return tuple(_logprob(by_token, token) for by_token, token in pairs), *usage(reply)
     raise EngineError(
         f"a reply without the log-probs of the {len(ids)} tokens that it was asked for "
         "(choices[0].prompt_logprobs, as vLLM's server has it)"
     )
 
 
-def _logprob(place: Any, token: int) -> float:
+def _logprob(by_token: Any, token: int) -> float:
     """Return the log-prob of a token at one place of the prompt: {"17": {"logprob": -0.5}}."""
-    match place:
-        case dict() if isinstance(entry := place.get(str(token)), dict):
+    match by_token:
+        case dict() if isinstance(entry := by_token.get(str(token)), dict):
             value = entry.get("logprob")
             if isinstance(value, int | float) and -math.inf < value <= _ROUNDING:
                 return min(float(value), 0.0)

@@ -25,22 +25,12 @@ from flowtrain.inference.shared_cache import NAME
 from flowtrain.inference.token_chat import TEMPLATE_ERRORS, encode_chat
 from flowtrain.inference.torch_engine import TorchEngine
 from flowtrain.inference.vllm.engine import AdapterEngine, VllmEngine
-from flowtrain.inference.vllm.process import (
-    VllmModel,
-    cpu_environment,
-    gpu_environment,
-)
+from flowtrain.inference.vllm.process import VllmModel, cpu_environment, gpu_environment
 from flowtrain.records import PolicyName, UserError
 from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.model.check import load_config
 from flowtrain.trainer.model.files import reading
-from flowtrain.trainer.model.lora import (
-    adapter_weights,
-    add_adapter,
-    fingerprint,
-    home,
-    is_adapter,
-)
+from flowtrain.trainer.model.lora import adapter_weights, add_adapter, fingerprint, home, is_adapter
 from flowtrain.weights import Source, WeightStore
 from flowtrain.weights.format.manifest import AdapterSpec
 from flowtrain.weights.format.tensor_shards import spec_of
@@ -82,10 +72,11 @@ class ModelSpec:
             raise UserError(f"{key}={path!r} does not say how many positions the model has")
         folder = home(path, key, _GENERATION)
         generation = GenerationConfig.from_model_config(shape)  # a model need not have another
-        is_there = (Path(folder) / _GENERATION).exists()
+        # A file that is there must be readable; one that is missing is no mistake.
+        has_file = (Path(folder) / _GENERATION).exists()
         with (
             reading(f"{key}={path!r}: {_GENERATION} cannot be read"),
-            suppress(*() if is_there else (OSError,)),
+            suppress(*() if has_file else (OSError,)),
         ):
             generation = GenerationConfig.from_pretrained(folder)
         _check_tokens(f"{key}={path!r}", tokenizer, shape, generation)
@@ -126,7 +117,7 @@ class ModelSpec:
 
 
 def _check_tokens(
-    what: str,
+    label: str,
     tokenizer: PreTrainedTokenizerFast,
     shape: PretrainedConfig,
     generation: GenerationConfig,
@@ -134,13 +125,13 @@ def _check_tokens(
     """Raise UserError where a reply ends with a token that has no embedding, or follows one."""
     used = dict.fromkeys(stop_ids(generation, tokenizer), "ends replies with")
     # The template may be used for nothing.
-    with reading(f"{what} has a tokenizer that fails"), suppress(*TEMPLATE_ERRORS):
+    with reading(f"{label} has a tokenizer that fails"), suppress(*TEMPLATE_ERRORS):
         if tokenizer.chat_template:
             used |= dict.fromkeys(encode_chat(tokenizer, "Hi"), "has a chat template with")
-    known = range(getattr(shape.get_text_config(), "vocab_size", 1 << 40))
-    if beyond := [token for token in used if token not in known]:
+    vocab = range(getattr(shape.get_text_config(), "vocab_size", 1 << 40))
+    if beyond := [token for token in used if token not in vocab]:
         raise UserError(
-            f"{what} {used[beyond[0]]} the token {beyond[0]!r}, and has embeddings of {len(known)}"
+            f"{label} {used[beyond[0]]} the token {beyond[0]!r}, and has embeddings of {len(vocab)}"
         )
 
 
@@ -282,9 +273,9 @@ def _weights_of(model: ModelSpec, config: Config) -> str | PreTrainedModel:
         return model.path
     if not is_adapter(model.path):
         stored = AutoConfig.from_pretrained(model.path, trust_remote_code=False)
-        texts = (each.get_text_config() for each in (model.shape, stored))
-        own, said = (getattr(text, "tie_word_embeddings", False) for text in texts)
-        if own or not said:
+        texts = (shape.get_text_config() for shape in (model.shape, stored))
+        is_tied, says_tied = (getattr(text, "tie_word_embeddings", False) for text in texts)
+        if is_tied or not says_tied:
             return model.path
     return models.load_model(model.path, getattr(torch, config.model.dtype), key=model.key)
 
@@ -298,10 +289,10 @@ def _check_parallel(size: int, model: ModelSpec, device: torch.device) -> None:
                 f"vllm.tensor_parallel_size={size} must divide {key} of "
                 f"{model.key}={model.path!r}, which is {number}"
             )
-    first = device.index or 0
-    if device.type == "cuda" and first + size > torch.cuda.device_count():
+    index = device.index or 0
+    if device.type == "cuda" and index + size > torch.cuda.device_count():
         raise UserError(
-            f"vllm.tensor_parallel_size={size} takes GPUs {first} to {first + size - 1}, and there "
+            f"vllm.tensor_parallel_size={size} takes GPUs {index} to {index + size - 1}, and there "
             f"are {torch.cuda.device_count()}"
         )
 

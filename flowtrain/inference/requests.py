@@ -54,18 +54,19 @@ def stop_ids(generation_config: object, tokenizer: Decodes) -> frozenset[int]:
     """Return the tokens that end a response: those of the model's generation config, the
     tokenizer's, and the one that its chat template closes a reply with.
     """
-    named = getattr(generation_config, "eos_token_id", None)
-    ids = [named] if isinstance(named, int) else list(named or [])
-    own = (tokenizer.eos_token_id, message_end(tokenizer))
-    return frozenset(token for token in (*ids, *own) if token is not None)
+    eos = getattr(generation_config, "eos_token_id", None)
+    model_ids = [eos] if isinstance(eos, int) else list(eos or [])
+    tokenizer_ids = (tokenizer.eos_token_id, message_end(tokenizer))
+    return frozenset(token for token in (*model_ids, *tokenizer_ids) if token is not None)
 
 
 def name_stop_ids(generation_config: Any, tokenizer: Decodes) -> None:
     """Add to a generation config what it lacks of the `stop_ids`, behind its own."""
-    named = generation_config.eos_token_id
-    own = [named] if isinstance(named, int) else list(named or [])
-    if more := sorted(stop_ids(generation_config, tokenizer).difference(own)):
-        generation_config.eos_token_id = [*own, *more] if own or more[1:] else more[0]
+    eos = generation_config.eos_token_id
+    model_ids = [eos] if isinstance(eos, int) else list(eos or [])
+    if missing := sorted(stop_ids(generation_config, tokenizer).difference(model_ids)):
+        is_single = not model_ids and len(missing) == 1
+        generation_config.eos_token_id = missing[0] if is_single else [*model_ids, *missing]
 
 
 def hits_stop_string(ids: Sequence[int], stop_strings: Sequence[str], tokenizer: Decodes) -> bool:
@@ -77,8 +78,8 @@ def hits_stop_string(ids: Sequence[int], stop_strings: Sequence[str], tokenizer:
     # A token has at least one byte of the text. To decode all of it at every token would take
     # quadratic time; it is decoded once its end shows that it is worth it.
     num_last = max(len(stop.encode()) for stop in stop_strings) + _SLACK
-    for part in (ids[-num_last:], ids):
-        text = tokenizer.decode(part)
+    for part_ids in (ids[-num_last:], ids):
+        text = tokenizer.decode(part_ids)
         if not any(stop in text for stop in stop_strings):
             return False
     return True
@@ -111,6 +112,7 @@ def kept_sets(flat: FlatLogprobs) -> list[list[int]]:
     """
     kept = []
     for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
+        # The entry at `start` is the sampled token's own, which the ranking holds once more.
         stop = bisect_left(flat.logprobs, True, start + 1, end, key=(-math.inf).__eq__)
         kept.append(flat.token_ids[start + 1 : stop])
     return kept
@@ -139,12 +141,13 @@ def answer(
         VersionSpan(start, min(end, len(ids)), version)
         for (version, start), end in zip(labels, ends, strict=True)
     ]
-    filled = tuple(span for span in spans if span.start < span.end)
+    # A span is empty where the next update came before a token.
+    filled_spans = tuple(span for span in spans if span.start < span.end)
     return Call(
         tuple(prompt_ids),
         tuple(ids),
         tuple(logprobs),
-        spans=filled or (VersionSpan(0, 0, labels[-1][0]),),
+        spans=filled_spans or (VersionSpan(0, 0, labels[-1][0]),),
         finish_reason=reason,
         sampling_mask=None if kept is None else SamplingMask.of(kept),
         entropies=tuple(entropies),

@@ -30,9 +30,9 @@ class RowStates:
         """
         last_Q = tree.target_row_T
         self._tree = DeltaTree.of(tree.subtree_end_N, {*last_Q.tolist()})
-        place_of = {token: place for place, token in enumerate(self._tree.kept_P.tolist())}
+        state_of = {token: state for state, token in enumerate(self._tree.kept_P.tolist())}
         self._last_B = last_Q[prompt_B]
-        self._state_B = prompt_B.new_tensor([place_of[token] for token in self._last_B.tolist()])
+        self._state_B = prompt_B.new_tensor([state_of[token] for token in self._last_B.tolist()])
         self._past: dict[int, Tensor] = {}
         """By layer: what the convolution reads besides the next token, [B, C, W - 1]."""
         self._states: dict[int, Tensor] = {}
@@ -43,14 +43,15 @@ class RowStates:
         self._past = {layer: past[row_B] for layer, past in self._past.items()}
         self._states = {layer: state[row_B] for layer, state in self._states.items()}
 
-    def conv(self, layer: int, functions: Functions, x_1CN: Tensor, *rest: Any) -> Tensor:
+    def conv(self, layer: int, functions: Functions, x_1CN: Tensor, *weights: Any) -> Tensor:
         if layer not in self._past:
-            path_BP = self._tree.path(self._last_B, rest[0].shape[1] - 1)
+            path_BP = self._tree.path(self._last_B, weights[0].shape[1] - 1)
+            # The column of zeros at the end is what a path reads before its first token.
             self._past[layer] = F.pad(x_1CN[0], (0, 1))[:, path_BP].transpose(0, 1)
-            return self._tree.conv(layer, functions, x_1CN, *rest)
+            return self._tree.conv(layer, functions, x_1CN, *weights)
         past_BCW = torch.cat([self._past[layer], x_1CN[0].T[:, :, None]], 2)
         self._past[layer] = past_BCW[:, :, 1:]
-        return one_token_conv(past_BCW.transpose(0, 1), *rest)[None].to(x_1CN.dtype)
+        return one_token_conv(past_BCW.transpose(0, 1), *weights)[None].to(x_1CN.dtype)
 
     def rule(self, layer: int, functions: Functions, *row: Tensor, **options: Any) -> Tensor:
         if layer not in self._states:

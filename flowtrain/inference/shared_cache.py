@@ -30,25 +30,25 @@ from flowtrain.trainer.packing import pack_row
 
 NAME = "flowtrain_shared"
 """The attention of an engine's model, as transformers knows it."""
-_ROOM = 32
+_CAPACITY = 32
 """Response tokens that a layer has room for at first; it doubles."""
 
 
 @dataclass(frozen=True, slots=True)
-class How:
-    """How a layer attends; see `Forest.attend`."""
+class AttentionOptions:
+    """Options of a layer's attention; see `Forest.attend`."""
 
     scaling: float | None
     window: int | None
     sink_H: Tensor | None
 
     def scaled(self, query_BHD: Tensor, num_keys: int) -> Tensor:
-        """[B, K, R, D] in fp32"""
+        """Return the scaled queries, [B, K, R, D] in fp32."""
         scale = query_BHD.shape[2] ** -0.5 if self.scaling is None else self.scaling
         return query_BHD.unflatten(1, (num_keys, -1)).float() * scale
 
     def sink_KR1(self, num_keys: int) -> Tensor | None:
-        """In fp32."""
+        """Return the sinks, [K, R, 1] in fp32."""
         return None if self.sink_H is None else self.sink_H.float().view(num_keys, -1, 1)
 
 
@@ -57,25 +57,25 @@ class _Layer:
     """The keys of one layer, then its values. Of prompts no more than the layer's window needs."""
 
     prompt_2QKPD: Tensor
-    own_2BKTD: Tensor
-    num_own: int = 0
+    response_2BKTD: Tensor
+    num_tokens: int = 0
     """Tokens of each response so far."""
 
     def append(self, token_2BKD: Tensor) -> Tensor:
-        """Add a token to every row; return the responses so far, [2, B, K, num_own, D]."""
-        room = self.own_2BKTD.shape[3]
-        if self.num_own == room:
-            self.own_2BKTD = pad(self.own_2BKTD, (0, 0, 0, max(room, _ROOM)))
-        self.own_2BKTD[:, :, :, self.num_own] = token_2BKD
-        self.num_own += 1
-        return self.own_2BKTD[:, :, :, : self.num_own]
+        """Add a token to every row; return the responses so far, [2, B, K, num_tokens, D]."""
+        capacity = self.response_2BKTD.shape[3]
+        if self.num_tokens == capacity:
+            self.response_2BKTD = pad(self.response_2BKTD, (0, 0, 0, max(capacity, _CAPACITY)))
+        self.response_2BKTD[:, :, :, self.num_tokens] = token_2BKD
+        self.num_tokens += 1
+        return self.response_2BKTD[:, :, :, : self.num_tokens]
 
 
 class SharedCache:
     """The cache of a batch. Its first forward pass reads `tree`, each later one a token per row."""
 
     states: RowStates | None = None
-    """Of recurrent layers, if the model has some: they have no keys and values."""
+    """States of the recurrent layers, if the model has some: they have no keys and values."""
 
     def __init__(self, prompts: Sequence[tuple[int, ...]], device: torch.device) -> None:
         """`prompts`: one for each row."""
@@ -84,16 +84,17 @@ class SharedCache:
         self.tree = pack_row([Sample(p, (0,), zero, zero, zero) for p in distinct]).to(device)
         """The distinct prompts; its targets follow their last tokens."""
         self._forest = Forest.of(self.tree.subtree_end_N)
-        last_Q1, place_N = self.tree.target_row_T[:, None], torch.arange(len(self.tree.input_ids_N))
-        is_on_path_QN = (place_N.to(device) <= last_Q1) & (last_Q1 < self.tree.subtree_end_N)
+        last_Q1, index_N = self.tree.target_row_T[:, None], torch.arange(len(self.tree.input_ids_N))
+        # A token is on the path to a prompt's last one if that is in its subtree.
+        is_on_path_QN = (index_N.to(device) <= last_Q1) & (last_Q1 < self.tree.subtree_end_N)
         self.paths = is_on_path_QN.nonzero()[:, 1].split(list(map(len, distinct)))
-        """Of each prompt, where its tokens are in the tree."""
+        """Indices in the tree of the tokens of each prompt."""
         # Filled up on the left: the ends of all prompts are side by side.
         path_QP = pad_sequence(self.paths, True, padding_value=-1, padding_side="left")
         self._bias_Q11P = torch.where(path_QP < 0, -torch.inf, 0.0)[:, None, None]
         self._path_QP = path_QP.clamp(min=0)
         self._layers: dict[int, _Layer] = {}
-        index = {prompt: number for number, prompt in enumerate(distinct)}
+        index = {prompt: i for i, prompt in enumerate(distinct)}
         self._place_rows(torch.tensor([index[prompt] for prompt in prompts]))
 
     def _place_rows(self, prompt_B: Tensor) -> None:
@@ -110,29 +111,32 @@ class SharedCache:
         is_smaller = len(prompt_Q) < len(self._bias_Q11P)
         self._bias_Q11P = self._bias_Q11P[prompt_Q]
         for layer in self._layers.values():
-            layer.own_2BKTD = layer.own_2BKTD[:, row_B]
+            layer.response_2BKTD = layer.response_2BKTD[:, row_B]
             if is_smaller:
                 layer.prompt_2QKPD = layer.prompt_2QKPD[:, prompt_Q]
         self._place_rows(prompt_B.cpu())
         if self.states is not None:
             self.states.keep(row_B)
 
-    def attend(self, layer: int, query_NHD: Tensor, token_2NKD: Tensor, how: How) -> Tensor:
+    def attend(
+        self, layer: int, query_NHD: Tensor, token_2NKD: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Return what the queries of one layer attend to, [1, N, H, D], and hold the tokens' keys
         and values.
         """
         if layer in self._layers:
-            return self._decode(self._layers[layer], query_NHD, token_2NKD.float(), how)
-        num_held = self._path_QP.shape[1] if how.window is None else how.window - 1
+            return self._decode(self._layers[layer], query_NHD, token_2NKD.float(), options)
+        # A response's first token sees itself and at most window - 1 tokens before it.
+        num_held = self._path_QP.shape[1] if options.window is None else options.window - 1
         path_QP = self._path_QP[:, max(0, self._path_QP.shape[1] - num_held) :]
         prompt_2QPKD = token_2NKD[:, path_QP].float()
-        own_2BKTD = prompt_2QPKD.new_empty(
+        response_2BKTD = prompt_2QPKD.new_empty(
             (2, len(self.prompt_B), token_2NKD.shape[2], 0, token_2NKD.shape[3])
         )
-        self._layers[layer] = _Layer(prompt_2QPKD.transpose(2, 3).contiguous(), own_2BKTD)
-        return self._prefill(query_NHD, token_2NKD, how)
+        self._layers[layer] = _Layer(prompt_2QPKD.transpose(2, 3).contiguous(), response_2BKTD)
+        return self._prefill(query_NHD, token_2NKD, options)
 
-    def _prefill(self, query_NHD: Tensor, token_2NKD: Tensor, how: How) -> Tensor:
+    def _prefill(self, query_NHD: Tensor, token_2NKD: Tensor, options: AttentionOptions) -> Tensor:
         query_1HND, key_1KND, value_1KND = (
             x.transpose(0, 1)[None] for x in (query_NHD, *token_2NKD)
         )
@@ -140,40 +144,43 @@ class SharedCache:
             query_1HND,
             key_1KND,
             value_1KND,
-            scaling=how.scaling,
-            window=how.window,
-            sink_H=how.sink_H,
+            scaling=options.scaling,
+            window=options.window,
+            sink_H=options.sink_H,
         )
 
-    def _decode(self, layer: _Layer, query_BHD: Tensor, token_2BKD: Tensor, how: How) -> Tensor:
+    def _decode(
+        self, layer: _Layer, query_BHD: Tensor, token_2BKD: Tensor, options: AttentionOptions
+    ) -> Tensor:
         num_keys = token_2BKD.shape[2]
-        query_BKRD = how.scaled(query_BHD, num_keys)
-        own_2BKTD = layer.append(token_2BKD)
+        query_BKRD = options.scaled(query_BHD, num_keys)
+        response_2BKTD = layer.append(token_2BKD)
         num_seen = self._path_QP.shape[1]
-        if how.window is not None:
-            own_2BKTD = own_2BKTD[:, :, :, -how.window :]
-            num_seen = how.window - layer.num_own
-        mixed_BKRD, own_lse_BKR1 = _attend(
-            query_BKRD, own_2BKTD, sink=how.sink_KR1(token_2BKD.shape[2])
+        if options.window is not None:
+            response_2BKTD = response_2BKTD[:, :, :, -options.window :]
+            num_seen = options.window - layer.num_tokens
+        mixed_BKRD, lse_BKR1 = _attend(
+            query_BKRD, response_2BKTD, sink=options.sink_KR1(token_2BKD.shape[2])
         )
         if num_seen > 0:  # of each prompt
             prompt_2QKPD = layer.prompt_2QKPD[:, :, :, -num_seen:]
             bias_Q11P = self._bias_Q11P[..., -prompt_2QKPD.shape[3] :]
-            of_prompt = _attend(self._beside(query_BKRD), prompt_2QKPD, bias_Q11P)
-            prompt_BKRD, prompt_lse_BKR1 = (self._apart(x) for x in of_prompt)
-            share_BKR1 = (prompt_lse_BKR1 - own_lse_BKR1).sigmoid()
+            attended = _attend(self._by_prompt(query_BKRD), prompt_2QKPD, bias_Q11P)
+            prompt_BKRD, prompt_lse_BKR1 = (self._by_row(x) for x in attended)
+            # The prompt's share of the softmax over both: e^lse' / (e^lse' + e^lse).
+            share_BKR1 = (prompt_lse_BKR1 - lse_BKR1).sigmoid()
             mixed_BKRD = torch.lerp(mixed_BKRD, prompt_BKRD, share_BKR1)
         return mixed_BKRD.flatten(1, 2)[None].to(query_BHD.dtype)
 
-    def _beside(self, x_BKRX: Tensor) -> Tensor:
+    def _by_prompt(self, x_BKRX: Tensor) -> Tensor:
         """Put the rows of each prompt side by side, [Q, K, G R, X]; zeros where it has fewer."""
         num_prompts = len(self._bias_Q11P)
         slots = x_BKRX.new_zeros((num_prompts * self._num_slots, *x_BKRX.shape[1:]))
         slots[self._slot_B] = x_BKRX
         return slots.unflatten(0, (num_prompts, -1)).transpose(1, 2).flatten(2, 3)
 
-    def _apart(self, x_QKMX: Tensor) -> Tensor:
-        """Take them apart again, [B, K, R, X]."""
+    def _by_row(self, x_QKMX: Tensor) -> Tensor:
+        """Take the rows of each prompt apart again, [B, K, R, X]."""
         slots = x_QKMX.unflatten(2, (self._num_slots, -1)).transpose(1, 2)
         return slots.flatten(0, 1)[self._slot_B]
 
@@ -213,8 +220,8 @@ def shared_attention(
     token_2NKD = torch.stack([key_1KND[0], value_KND]).transpose(1, 2)
     query_NHD = query_1HND[0].transpose(0, 1)
     assert isinstance(module.layer_idx, int)
-    how = How(scaling, sliding_window or None, s_aux)
-    return shared.attend(module.layer_idx, query_NHD, token_2NKD, how)[..., :size], None
+    options = AttentionOptions(scaling, sliding_window or None, s_aux)
+    return shared.attend(module.layer_idx, query_NHD, token_2NKD, options)[..., :size], None
 
 
 AttentionInterface.register(NAME, shared_attention)

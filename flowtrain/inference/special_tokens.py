@@ -22,7 +22,7 @@ LIKE_SPECIAL = re.compile(
 )
 """The first letter of what looks like a special token of some model: <|im_end|>, </s>, [INST],
 [gMASK], and MiniMax's ]~b]."""
-_OF_OURS = re.compile(r"</?answer>")
+_OUR_TAG = re.compile(r"</?answer>")
 """Tags that our own prompts ask for, and that are special to no model."""
 
 
@@ -48,11 +48,11 @@ class SpecialTokens:
         """Return a text, or a tree of lists and objects, with marks for special tokens."""
         if isinstance(value, str):
             return self._any.sub(
-                lambda found: f"{_OPEN}{self._numbers[found[0]]}{_CLOSE}", unmarked(value)
+                lambda match: f"{_OPEN}{self._numbers[match[0]]}{_CLOSE}", unmarked(value)
             )
         if isinstance(value, Mapping):
-            return {key: self.marked(each) for key, each in value.items()}
-        return [self.marked(each) for each in value] if isinstance(value, list | tuple) else value
+            return {key: self.marked(item) for key, item in value.items()}
+        return [self.marked(item) for item in value] if isinstance(value, list | tuple) else value
 
     def encode(self, text: str) -> list[int]:
         """Encode a rendered text with its marks."""
@@ -64,23 +64,23 @@ class SpecialTokens:
     @functools.cached_property
     def first_ids(self) -> tuple[int, ...]:
         """The ids that the tokenizer puts before a text by itself, such as that of <bos>."""
-        plain = self._tokenizer.encode("a", add_special_tokens=False)
-        whole = self._tokenizer.encode("a")
-        starts = range(len(whole) - len(plain) + 1)
-        return next((tuple(whole[:n]) for n in starts if whole[n : n + len(plain)] == plain), ())
+        plain_ids = self._tokenizer.encode("a", add_special_tokens=False)
+        ids, size = self._tokenizer.encode("a"), len(plain_ids)
+        starts = range(len(ids) - size + 1)
+        return next((tuple(ids[:n]) for n in starts if ids[n : n + size] == plain_ids), ())
 
     def _pieces(self, text: str) -> Iterator[str]:
-        for place, piece in enumerate(_MARK.split(text)):
+        for i, piece in enumerate(_MARK.split(text)):
             # Cut after the first letter, a special token is none any more.
-            special = self._texts[int(piece)] if place % 2 else ""
+            special = self._texts[int(piece)] if i % 2 else ""
             yield from (special[:1], special[1:]) if special else (piece,)
 
 
 def broken_up(text: str) -> str:
     """Return a text with a space behind the first letter of whatever looks like a special token."""
 
-    def broken(found: re.Match[str]) -> str:
-        return found[0] if _OF_OURS.match(text, found.start()) else f"{found[0]} "
+    def broken(match: re.Match[str]) -> str:
+        return match[0] if _OUR_TAG.match(text, match.start()) else f"{match[0]} "
 
     return LIKE_SPECIAL.sub(broken, text)
 
@@ -90,12 +90,12 @@ def unmarked(text: str) -> str:
     return text.replace(_OPEN, "").replace(_CLOSE, "")
 
 
-_kept = functools.lru_cache(maxsize=16)(SpecialTokens)
+_cached = functools.lru_cache(maxsize=16)(SpecialTokens)
 
 
 def special_tokens(tokenizer: Any) -> SpecialTokens:
     """Return the special tokens of a tokenizer, which are looked up once."""
-    return _kept(tokenizer)
+    return _cached(tokenizer)
 
 
 def encode_plain(tokenizer: Any, text: str) -> list[int]:

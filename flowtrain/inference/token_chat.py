@@ -21,7 +21,7 @@ TEMPLATE_ERRORS = (
     *(TemplateError, TypeError, ValueError, LookupError),
     *(ArithmeticError, AttributeError, RecursionError),
 )
-"""What a chat template, a program of the model's maker, may raise on messages that it refuses."""
+"""Errors of a chat template, a program of the model's maker, for messages that it refuses."""
 
 
 class ChatTokenizer(Protocol):
@@ -42,8 +42,8 @@ class ChatTokenizer(Protocol):
 def pass_to_template(tokenizer: ChatTokenizer, options: Mapping[str, Any]) -> None:
     """Let a tokenizer give its chat template these options whenever it renders."""
     if options:
-        given = partial(type(tokenizer).apply_chat_template, tokenizer, **options)
-        tokenizer.apply_chat_template = given  # type: ignore[method-assign]
+        render = partial(type(tokenizer).apply_chat_template, tokenizer, **options)
+        tokenizer.apply_chat_template = render  # type: ignore[method-assign]
 
 
 def render_template(
@@ -58,8 +58,8 @@ def render_template(
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    given = {"bos_token": "", "eos_token": "", "unk_token": "", "pad_token": "", **tokens}
-    texts, _ = render_jinja_template([messages], tools=tools, chat_template=source, **given)
+    names = {"bos_token": "", "eos_token": "", "unk_token": "", "pad_token": "", **tokens}
+    texts, _ = render_jinja_template([messages], tools=tools, chat_template=source, **names)
     return str(texts[0])
 
 
@@ -91,8 +91,8 @@ def check_template(tokenizer: ChatTokenizer, key: str, path: str, need: str) -> 
     try:
         is_shown = message in chat_text(tokenizer, message)
     except TEMPLATE_ERRORS as error:
-        told = one_line(error)
-        raise UserError(f"the chat template of {key}={path!r}, {need}, fails: {told}") from error
+        reason = one_line(error)
+        raise UserError(f"the chat template of {key}={path!r}, {need}, fails: {reason}") from error
     if not is_shown:
         raise UserError(f"the chat template of {key}={path!r}, {need}, shows no message")
 
@@ -109,20 +109,20 @@ def message_end(tokenizer: Any) -> int | None:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
     except TEMPLATE_ERRORS:
         return None
-    _, found, closing = text.rpartition(reply)
-    ids = tokenizer.encode(closing, add_special_tokens=False) if found and closing else []
+    _, has_reply, closing = text.rpartition(reply)
+    ids = tokenizer.encode(closing, add_special_tokens=False) if has_reply and closing else []
     is_special = ids and not tokenizer.decode(ids[:1], skip_special_tokens=True)
     return int(ids[0]) if is_special else None
 
 
 def reply_end(tokenizer: Any) -> Any:
     """Return the token that ends a reply: the chat template's, or else the tokenizer's."""
-    own = _known_end(tokenizer, tokenizer.chat_template)
-    return getattr(tokenizer, "eos_token_id", None) if own is None else own
+    template_end = _cached_end(tokenizer, tokenizer.chat_template)
+    return getattr(tokenizer, "eos_token_id", None) if template_end is None else template_end
 
 
 @lru_cache(maxsize=16)
-def _known_end(tokenizer: ChatTokenizer, _source: str | None) -> int | None:
+def _cached_end(tokenizer: ChatTokenizer, _source: str | None) -> int | None:
     """Render the template once, and not for each reply that is imitated."""
     return message_end(tokenizer)
 
@@ -168,14 +168,17 @@ class TokenChat:
         engine, options = self.engine, self._options
         assert engine is not None, f"{self._label} has no engine yet"
         prompt_ids = encode_chat(self._tokenizer, prompt)
-        room = engine.max_tokens - len(prompt_ids)
-        if room < 1:
+        max_new_tokens = engine.max_tokens - len(prompt_ids)
+        if max_new_tokens < 1:
             raise EngineError(
                 f"{self._label}: a prompt of {len(prompt_ids)} tokens does not fit into "
                 f"{engine.max_tokens}"
             )
         sampling = Sampling(
-            min(options.max_tokens, room), options.temperature, seed=seed, deadline_s=deadline_s
+            min(options.max_tokens, max_new_tokens),
+            options.temperature,
+            seed=seed,
+            deadline_s=deadline_s,
         )
         call = await engine.generate(prompt_ids, sampling)
         self.meter.count(len(prompt_ids), len(call.response_ids))

@@ -170,6 +170,7 @@ class TorchEngine:
         self, samples: Sequence[Sample], temperature: float
     ) -> tuple[int, list[tuple[float, ...]]]:
         device = self._model.device
+        # Scoring reads the rows as training does: by the trainer's attention.
         self._model.set_attn_implementation(attention.NAME)
         try:
             rows = [row.to(device) for row in pack_rows(samples, _SCORED_TOKENS)]
@@ -232,18 +233,19 @@ class TorchEngine:
         rows = list(range(len(requests)))
         penalties = _FrequencyPenalties(requests, logits_BV)
         for step in range(uniform_BT.shape[1]):
-            under_way = [requests[i] for i in rows]
+            active = [requests[i] for i in rows]
             logits_BV = penalties.subtract(logits_BV, rows)
             logprob_BV = _logprobs(logits_BV, temperature_B[rows])
             if self._records_entropies:
                 entropies = _entropies(logprob_BV).tolist()
-                for request, entropy in zip(under_way, entropies, strict=True):
+                for request, entropy in zip(active, entropies, strict=True):
                     request.entropies.append(entropy)
-            if any(request.sampling.is_truncated for request in under_way):
-                logprob_BV = _truncate(logprob_BV, under_way)
+            if any(request.sampling.is_truncated for request in active):
+                logprob_BV = _truncate(logprob_BV, active)
             ids_B, logprob_B = _choose(logprob_BV, temperature_B[rows] == 0, uniform_BT[rows, step])
-            self._append(under_way, ids_B.tolist(), logprob_B.tolist())
+            self._append(active, ids_B.tolist(), logprob_B.tolist())
             penalties.count(ids_B, rows)
+            # `rows` are indices in the batch, `alive` indices in what is left of it.
             alive = [k for k, i in enumerate(rows) if requests[i].finish_reason is None]
             if not alive:
                 return
@@ -270,12 +272,12 @@ class TorchEngine:
         )
         return out.logits[0].float()
 
-    def _note_routes(self, requests: Sequence[_Request], places: Iterable[Any]) -> None:
-        """Add to each request the routes of the last pass at its place."""
+    def _note_routes(self, requests: Sequence[_Request], positions: Iterable[Any]) -> None:
+        """Add to each request the routes of the last pass at its position."""
         if self._routers:
             routes_NLC = experts.chosen(self._routers).cpu()
-            for request, place in zip(requests, places, strict=True):
-                request.routes += routes_NLC[place].numpy().tobytes()
+            for request, position in zip(requests, positions, strict=True):
+                request.routes += routes_NLC[position].numpy().tobytes()
 
     def _answer(self, request: _Request) -> Call:
         assert request.finish_reason is not None
@@ -311,23 +313,23 @@ class TorchEngine:
 
 
 class _FrequencyPenalties:
-    """Take from the logits of a batch what tokens cost that their responses have already."""
+    """Subtract from the logits of a batch the penalties of tokens that responses have already."""
 
     def __init__(self, requests: Sequence[_Request], like_BV: Tensor) -> None:
         penalties = [request.sampling.frequency_penalty for request in requests]
         self._is_used = any(penalties)
         self._penalty_B = like_BV.new_tensor(penalties)
-        self._lost_BV = like_BV.new_zeros(like_BV.shape if self._is_used else 0)
+        self._penalties_BV = like_BV.new_zeros(like_BV.shape if self._is_used else 0)
 
     def subtract(self, logits_RV: Tensor, rows: list[int]) -> Tensor:
         """Return the logits of some rows of the batch with the penalties taken off."""
-        return logits_RV - self._lost_BV[rows] if self._is_used else logits_RV
+        return logits_RV - self._penalties_BV[rows] if self._is_used else logits_RV
 
     def count(self, ids_R: Tensor, rows: list[int]) -> None:
         """Note the tokens that these rows have sampled."""
         if self._is_used:
             row_R = torch.tensor(rows, device=ids_R.device)
-            self._lost_BV[row_R, ids_R] += self._penalty_B[row_R]
+            self._penalties_BV[row_R, ids_R] += self._penalty_B[row_R]
 
 
 def _logprobs(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:
@@ -353,13 +355,14 @@ def _truncate(logprob_BV: Tensor, requests: Sequence[_Request]) -> Tensor:
     best_BK, ids_BK = logprob_BV.topk(min(int(top_k_B1.max()), logprob_BV.shape[1]))
     is_kept_BK = torch.arange(best_BK.shape[1], device=logprob_BV.device) < top_k_B1
     share_BK = best_BK.where(is_kept_BK, -torch.inf).softmax(-1)
+    # The token with which the sum reaches top_p is kept as well.
     is_kept_BK &= share_BK.cumsum(-1) - share_BK < top_p_B1
-    among_BK = best_BK.where(is_kept_BK, -torch.inf).log_softmax(-1)
-    kept = zip(requests, ids_BK.tolist(), is_kept_BK.tolist(), strict=True)
-    for request, ids_K, is_kept_K in kept:
+    kept_logprob_BK = best_BK.where(is_kept_BK, -torch.inf).log_softmax(-1)
+    kept_rows = zip(requests, ids_BK.tolist(), is_kept_BK.tolist(), strict=True)
+    for request, ids_K, is_kept_K in kept_rows:
         if request.sampling.is_truncated:
             request.kept.append(list(itertools.compress(ids_K, is_kept_K)))
-    truncated_BV = torch.full_like(logprob_BV, -torch.inf).scatter(1, ids_BK, among_BK)
+    truncated_BV = torch.full_like(logprob_BV, -torch.inf).scatter(1, ids_BK, kept_logprob_BK)
     return torch.where(top_k_B1 > 0, truncated_BV, logprob_BV)
 
 

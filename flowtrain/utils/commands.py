@@ -17,8 +17,8 @@ def end_on_signals() -> None:
     that puts it into the background of a script has SIGINT ignored.
     """
     if threading.current_thread() is threading.main_thread():  # where Python allows it
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.default_int_handler)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
 
 
 def end_process(code: int) -> NoReturn:
@@ -35,10 +35,10 @@ class Commands:
 
     def __init__(self, program: str, description: str | None) -> None:
         """`description`: the first line, and after an empty one what follows the commands."""
-        first, _, *rest = (description or "").strip().splitlines()
+        summary, _, *epilog = (description or "").strip().splitlines()
         self.program = program
         self.parser = argparse.ArgumentParser(
-            prog=program, description=first, epilog=" ".join(rest), allow_abbrev=False
+            prog=program, description=summary, epilog=" ".join(epilog), allow_abbrev=False
         )
         self._commands = self.parser.add_subparsers(title="commands", required=True)
 

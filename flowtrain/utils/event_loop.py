@@ -24,8 +24,8 @@ def run_to_end(work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> 
     try:
         return _shared.run(work, timeout_s)
     except ExceptionGroup as failures:
-        if mistake := first_of(failures, UserError):
-            raise mistake from None
+        if error := first_of(failures, UserError):
+            raise error from None
         raise
 
 
@@ -41,7 +41,7 @@ def current_call() -> object:
 
 def first_of(failures: ExceptionGroup[Any], *kinds: type[Exception]) -> Exception | None:
     """Return the first exception of these kinds among the failures of a task group."""
-    found: Any = failures.subgroup(kinds)
-    while isinstance(found, ExceptionGroup):
-        found = found.exceptions[0]
-    return found
+    error: Any = failures.subgroup(kinds)
+    while isinstance(error, ExceptionGroup):  # groups nest
+        error = error.exceptions[0]
+    return error

@@ -60,10 +60,10 @@ def make_folder(folder: Path) -> list[Path]:
     """Make a folder and its parents where they are missing, and flush their names; returns what was
     made, `folder` first.
     """
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for each in missing:
-        sync(each.parent)
+    for path in missing:
+        sync(path.parent)  # which holds its name
     return missing
 
 
@@ -80,12 +80,12 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 def _replacing(path: Path, mode: int) -> Iterator[BinaryIO]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        temporary.touch(mode, exist_ok=False)
+        temporary.touch(mode, exist_ok=False)  # so the umask counts, as it does for other files
         with temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        temporary.replace(path)  # after its bytes are on the disk, or a crash could empty it
     finally:
         temporary.unlink(missing_ok=True)
     sync(path.parent)
@@ -97,16 +97,14 @@ def put_folder(scratch: Path, target: Path) -> None:
     Between the two the folder has the name of `scratch`, and no other.
     """
     if target.exists():
-        sync(target.parent)
+        sync(target.parent)  # the name of `scratch` first: one of the two is always there
         remove(target)
     scratch.rename(target)
     sync(target.parent)
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder with all that is in it; nothing is there to delete: nothing
-    happens.
-    """
+    """Delete a file, or a folder with all that is in it; does nothing where there is none."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -49,16 +49,16 @@ class Lock:
                 its file system has no locks.
         """
         with writing(path):
-            made = make_folder(path.parent)
+            new_folders = make_folder(path.parent)
         self._subject, self._path = subject, path.parent.resolve() / path.name
         with _guard:
             held = _held.get(self._path)
             if held is None:
-                taken = _take(self._path)
-                if isinstance(taken, str):
-                    raise UserError(f"{subject} is in use by {taken}; {cure}")
-                held = _held[self._path] = _Held(self._path, taken, made)
-        self._held: _Held | None = held
+                result = _acquire(self._path)
+                if isinstance(result, str):
+                    raise UserError(f"{subject} is in use by {result}; {cure}")
+                held = _held[self._path] = _HeldLock(self._path, result, new_folders)
+        self._held: _HeldLock | None = held
 
     @classmethod
     def of_folder(cls, folder: Path, cure: str) -> Lock:
@@ -74,7 +74,7 @@ class Lock:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return _name_in(file.fileno())
+                return _read_holder(file.fileno())
         return None
 
     def check(self) -> None:
@@ -99,25 +99,26 @@ class Lock:
         self.release()
 
 
-class _Held:
+class _HeldLock:
     """A lock of this process, which it has as long as a `Lock` refers to this."""
 
-    def __init__(self, path: Path, descriptor: int, made: list[Path]) -> None:
+    def __init__(self, path: Path, descriptor: int, new_folders: list[Path]) -> None:
         self.descriptor = descriptor
-        self.end = weakref.finalize(self, _free, path, descriptor, made)
+        self.end = weakref.finalize(self, _free, path, descriptor, new_folders)
 
 
-def _free(path: Path, descriptor: int, made: list[Path]) -> None:
+def _free(path: Path, descriptor: int, new_folders: list[Path]) -> None:
     """Give a lock back; folders that were made for it go if they are empty."""
+    # Deleted while it is locked: whoever opened it before sees that, and makes a new one.
     if _is_in_place(path, descriptor):
         path.unlink(missing_ok=True)
     os.close(descriptor)
     with suppress(OSError):
-        for folder in made:
+        for folder in new_folders:
             folder.rmdir()
 
 
-def _leave_to_parent() -> None:
+def _close_in_child() -> None:
     """Close the locks of the parent in a forked child, which would hold them, too."""
     for held in list(_held.values()):
         held.end.detach()
@@ -133,7 +134,7 @@ def _is_in_place(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _take(path: Path) -> int | str:
+def _acquire(path: Path) -> int | str:
     """Lock the file, and return its descriptor; or who has it where another process does not give
     it back in time.
     """
@@ -146,12 +147,12 @@ def _take(path: Path) -> int | str:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _is_in_place(path, descriptor):  # else its holder has deleted it just now
-                    _sign(path, descriptor)
+                    _write_holder(path, descriptor)
                     cleanup.pop_all()
                     return descriptor
             except BlockingIOError:
                 if time.monotonic() > end:
-                    return _name_in(descriptor) or "another process"
+                    return _read_holder(descriptor) or "another process"
             except OSError as error:
                 raise UserError(
                     f"cannot lock {path}: {error.strerror}; mount its file system with locks, or "
@@ -160,7 +161,7 @@ def _take(path: Path) -> int | str:
         time.sleep(_TICK_S)
 
 
-def _sign(path: Path, descriptor: int) -> None:
+def _write_holder(path: Path, descriptor: int) -> None:
     """Write the holder's name, in one piece, since others may read it at any time."""
     spec = sys.modules["__main__"].__spec__
     module = spec.name.removesuffix(".__main__") if spec else ""
@@ -172,10 +173,10 @@ def _sign(path: Path, descriptor: int) -> None:
         os.ftruncate(descriptor, num_bytes)
 
 
-def _name_in(descriptor: int) -> str:
+def _read_holder(descriptor: int) -> str:
     return os.pread(descriptor, 1 << 12, 0).decode(errors="replace").partition("\n")[0]
 
 
 _guard = threading.RLock()
-_held: weakref.WeakValueDictionary[Path, _Held] = weakref.WeakValueDictionary()
-os.register_at_fork(after_in_child=_leave_to_parent)
+_held: weakref.WeakValueDictionary[Path, _HeldLock] = weakref.WeakValueDictionary()
+os.register_at_fork(after_in_child=_close_in_child)

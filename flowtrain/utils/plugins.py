@@ -29,14 +29,14 @@ def offered(kind: str, group: str, built_in: Mapping[str, EntryPoint]) -> dict[s
     """Return every entry point of the group by name, built-in ones first. Raises UserError when two
     packages offer one name for a `kind` of thing.
     """
-    found = dict(built_in)
+    entries = dict(built_in)
     for entry in sorted(entry_points(group=group), key=lambda entry: (entry.name, package(entry))):
-        if (other := found.setdefault(entry.name, entry)) != entry:
+        if (other := entries.setdefault(entry.name, entry)) != entry:
             raise UserError(
                 f"{kind} {entry.name!r} is offered by {package(other)} and by {package(entry)}; "
                 "uninstall one of them"
             )
-    return found
+    return entries
 
 
 def package(entry: EntryPoint) -> str:
@@ -60,21 +60,21 @@ def load(
     """
     if names_object(name):
         return load_object(name, origin)[1]
-    there = offered(kind, group, built_in)
-    if name not in there:
+    entries = offered(kind, group, built_in)
+    if name not in entries:
         raise UserError(
-            f"{origin}: there is no such {kind}; there are {', '.join(there)}, and {OBJECT} names "
-            "one of your own"
+            f"{origin}: there is no such {kind}; there are {', '.join(entries)}, and {OBJECT} "
+            "names one of your own"
         )
-    entry = there[name]
+    entry = entries[name]
     with guard(entry, f"{origin} of package {package(entry)} cannot be imported"):
         return entry.load()
 
 
 def names_object(name: str) -> bool:
     """Return whether a name has the form of OBJECT."""
-    where, _, attribute = name.rpartition(":")
-    return bool(where and attribute)
+    source, _, attribute = name.rpartition(":")
+    return bool(source and attribute)
 
 
 def load_object(name: str, origin: str) -> tuple[str, object]:
@@ -85,19 +85,19 @@ def load_object(name: str, origin: str) -> tuple[str, object]:
     """
     if not names_object(name):
         raise UserError(f"{origin} must be {OBJECT}")
-    where, _, attribute = name.rpartition(":")
+    source, _, attribute = name.rpartition(":")
     with foreign(origin):
-        module = _import(where)
+        module = _import(source)
     if attribute not in vars(module):
-        raise UserError(f"{origin}: {where} has no {attribute!r}")
+        raise UserError(f"{origin}: {source} has no {attribute!r}")
     return attribute, vars(module)[attribute]
 
 
-def _import(where: str) -> ModuleType:
+def _import(source: str) -> ModuleType:
     """Import a file, once, or a module."""
-    if not where.endswith(".py"):
-        return importlib.import_module(where)
-    path = Path(where).resolve()
+    if not source.endswith(".py"):
+        return importlib.import_module(source)
+    path = Path(source).resolve()
     return sys.modules.get(str(path)) or _run_file(path)
 
 

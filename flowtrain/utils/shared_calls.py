@@ -23,7 +23,7 @@ class Together(Generic[K, V]):
         """`function` returns a value per key; what it raises, all of its callers do."""
         self._function, self._size = function, size
         self._answers: dict[K, asyncio.Future[V]] = {}
-        """Of keys that wait or are under way."""
+        """Answers to keys that wait or are under way."""
         self._waiting: list[K] = []
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -24,27 +24,27 @@ class Lasting:
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
         self.failure: OSError | None = None
-        """What went wrong with the stream."""
+        """The error that ended the stream."""
 
     def write(self, text: str) -> int:
         try:
             self.stream.write(text)
         except OSError as error:
-            self._let_go(error)
+            self._detach(error)
         return len(text)
 
     def flush(self) -> None:
         try:
             self.stream.flush()
         except OSError as error:
-            self._let_go(error)
+            self._detach(error)
 
-    def _let_go(self, error: OSError) -> None:
+    def _detach(self, error: OSError) -> None:
         # What the stream still holds goes there too, so that nothing fails at the exit.
         self.failure = error
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.stream.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.stream.fileno())
+        os.close(null)
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -26,8 +26,8 @@ def words(text: str) -> list[str]:
 
 def without_thinking(text: str) -> str:
     """Return what stands behind the last `</think>`; "" where thinking has begun and not ended."""
-    _, has_ended, said = text.rpartition(THINK_END)
-    return said if has_ended or not text.lstrip().startswith("<think>") else ""
+    _, has_ended, answer = text.rpartition(THINK_END)
+    return answer if has_ended or not text.lstrip().startswith("<think>") else ""
 
 
 def final_answer(text: str) -> str:
@@ -63,17 +63,17 @@ def boxed(text: str) -> str | None:
     None. The time is linear in the text's length.
     """
     starts: list[int | None] = []  # of the contents of open boxes; None for other braces
-    found = (-1, -1)
+    span = (-1, -1)  # spans compare by their starts: the greatest is of the last box
     for mark in _BRACE.finditer(text):
         if mark["number"]:
-            found = max(found, mark.span("number"))
+            span = max(span, mark.span("number"))
         elif mark[0] == "{" or mark["box"]:
             starts.append(mark.end() if mark["box"] else None)
         elif mark[0] == "}" and starts and (start := starts.pop()) is not None:
-            found = max(found, (start, mark.start()))
-    start, end = found
-    is_said = start >= 0 and not _DENIED.match(text, end)
-    return text[start:end].strip() if is_said else None
+            span = max(span, (start, mark.start()))
+    start, end = span
+    is_answer = start >= 0 and not _DENIED.match(text, end)
+    return text[start:end].strip() if is_answer else None
 
 
 def encodable(text: str) -> str:
@@ -87,7 +87,7 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
     Those of ASCII become \x1b, others \u202e, so JSON that has been made stays the same JSON.
     """
-    return _UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), text)
+    return _UNPRINTABLE.sub(lambda match: match[0] if match[0] in keep else _escape(match[0]), text)
 
 
 def _escape(letter: str) -> str:

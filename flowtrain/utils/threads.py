@@ -13,9 +13,9 @@ from concurrent.futures import CancelledError, Future, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_LAST_S = 1.0
+_CLEANUP_S = 1.0
 """Seconds for the tasks that the end of the process cancels."""
-_LOOK_S = 0.5
+_POLL_S = 0.5
 """Between two looks for a signal."""
 
 
@@ -62,9 +62,9 @@ class LoopThread:
             coroutine.close()  # it may not have begun
             raise Ended("its thread has ended") from None
         except BaseException as error:  # the coroutine's own, or a signal's
-            ended = self.start(cancel(tasks))
+            cancelled = self.start(cancel(tasks))
             if not isinstance(error, TimeoutError):
-                _result(ended)
+                _result(cancelled)
             raise
 
     def stop(self, last: Callable[[], Awaitable[None]]) -> None:
@@ -92,10 +92,10 @@ class LoopThread:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread.start()
-            atexit.register(self._leave, self._loop)
+            atexit.register(self._cancel_all, self._loop)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def _leave(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _cancel_all(self, loop: asyncio.AbstractEventLoop) -> None:
         """Cancel what the end of the process finds under way, so that it can clean up and nothing
         complains.
         """
@@ -105,7 +105,7 @@ class LoopThread:
 
         loop.set_exception_handler(lambda *_: None)
         with contextlib.suppress(Ended, TimeoutError):
-            self.run(leave(), _LAST_S)
+            self.run(leave(), _CLEANUP_S)
 
     async def _end(self, last: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -154,9 +154,9 @@ def _result(future: Future[T], timeout_s: float | None = None) -> T:
     """
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while not future.done():
-        if (left_s := deadline - time.monotonic()) <= 0:
+        if (remaining_s := deadline - time.monotonic()) <= 0:
             raise TimeoutError
-        wait((future,), min(left_s, _LOOK_S))
+        wait((future,), min(remaining_s, _POLL_S))
     return future.result()
 
 
@@ -166,13 +166,14 @@ async def within(future: Future[T], deadline: float) -> T:
     """
     if future.done():
         return future.result()
-    mine = asyncio.wrap_future(future)
+    # Cancelled with it: the task behind `future`, but not a call of `background`, which runs.
+    wrapped = asyncio.wrap_future(future)
     try:
-        done, _ = await asyncio.wait({mine}, timeout=max(0.0, deadline - time.monotonic()))
+        done, _ = await asyncio.wait({wrapped}, timeout=max(0.0, deadline - time.monotonic()))
         if not done:
             raise TimeoutError
-        if mine.cancelled():
+        if wrapped.cancelled():
             raise Ended("its thread has ended")
-        return mine.result()
+        return wrapped.result()
     finally:
-        mine.cancel()
+        wrapped.cancel()

@@ -30,35 +30,35 @@ def waiting(what: str, is_shown: bool = True, *, total: int = 0) -> Iterator[Cal
     Yields:
         What to call whenever one of the things is done, from any thread.
     """
-    over, done = threading.Event(), itertools.count(1)
-    counted = [0]
+    ended, counter = threading.Event(), itertools.count(1)
+    num_done = [0]
     started_s = time.monotonic()
 
     def tick() -> None:
-        counted[0] = next(done)  # which threads may share
+        num_done[0] = next(counter)  # which threads may share
 
     def say(state: str) -> None:
-        count = f": {counted[0]} of {total}" if total else ""
+        count = f": {num_done[0]} of {total}" if total else ""
         print(f"{printable(what, keep='')}{count}{state}", file=sys.stderr, flush=True)
 
     def seconds() -> str:
         return f"{time.monotonic() - started_s:.0f} s"
 
-    def tell() -> None:
-        if not over.wait(PATIENCE_S):
+    def report() -> None:
+        if not ended.wait(PATIENCE_S):
             say(" ...")
-            while not over.wait(_AGAIN_S):
+            while not ended.wait(_AGAIN_S):
                 say(f", {seconds()} ...")
 
-    teller = threading.Thread(target=tell, name="waiting", daemon=True)
+    reporter = threading.Thread(target=report, name="waiting", daemon=True)
     if is_shown:
-        teller.start()
+        reporter.start()
     try:
         yield tick
     finally:
-        over.set()
+        ended.set()
         if is_shown:
-            teller.join()
+            reporter.join()
     # An error would speak for itself.
     if is_shown and time.monotonic() - started_s > PATIENCE_S:
         say(f", done in {seconds()}")

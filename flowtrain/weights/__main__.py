@@ -54,7 +54,7 @@ def _verify(options: argparse.Namespace, cache: Path) -> int:
     problems = verifier.run(versions)
     for problem in problems:
         print(f"damaged: {problem}")
-    size = _human(verifier.num_bytes)
+    size = _format_bytes(verifier.num_bytes)
     counts = f"{len(versions)} versions, {verifier.num_files} files, {size}"
     print(f"{len(problems)} problems in {counts}" if problems else f"fine: {counts}")
     return 1 if problems else 0
@@ -83,12 +83,12 @@ def _gc(options: argparse.Namespace, _cache: Path) -> int:
     store = _open_folder(options.store)
     garbage = store.garbage(options.keep)
     files = [path for version in garbage for path in store.folder(version).iterdir()]
-    size = _human(sum(path.stat().st_size for path in files))
+    size = _format_bytes(sum(path.stat().st_size for path in files))
     if not options.dry_run:
         garbage = store.collect_garbage(options.keep)
-    done, stay = ("would delete", "are there") if options.dry_run else ("deleted", "stay")
-    named = ", ".join(map(str, garbage)) or "nothing"
-    print(f"{done} {named} ({size}); {len(store.versions())} versions {stay}")
+    verb, state = ("would delete", "are there") if options.dry_run else ("deleted", "stay")
+    numbers = ", ".join(map(str, garbage)) or "nothing"
+    print(f"{verb} {numbers} ({size}); {len(store.versions())} versions {state}")
     return 0
 
 
@@ -120,7 +120,7 @@ def _head(source: Source) -> int:
 
 def _versions(source: Source) -> list[int]:
     head = _head(source)
-    versions = _listed(source)
+    versions = _list(source)
     if not versions or versions[-1] != head:
         raise StoreError(
             f"HEAD of {source} is {head}, which is not there; publish a new version, or write the "
@@ -129,25 +129,25 @@ def _versions(source: Source) -> list[int]:
     return versions
 
 
-def _listed(source: Source) -> list[int]:
+def _list(source: Source) -> list[int]:
     """List the versions in order. Other machines have no listing: follow the deltas back from HEAD
     and, where there are none, go to the number before.
     """
     if isinstance(source, WeightStore):
         return source.versions()
     versions: list[int] = []
-    at = source.head()
-    while at is not None and at >= 0:
+    version = source.head()
+    while version is not None and version >= 0:
         try:
-            manifest = source.manifest(at)
+            manifest = source.manifest(version)
         except NotThere:
             break
-        versions.append(at)
-        at = max(manifest.delta_files, default=at - 1)
+        versions.append(version)
+        version = max(manifest.delta_files, default=version - 1)
     return versions[::-1]
 
 
-def _human(num_bytes: float) -> str:
+def _format_bytes(num_bytes: float) -> str:
     """Write a size with its unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1000:
@@ -164,10 +164,10 @@ def _parser() -> argparse.ArgumentParser:
     summary = "check files, deltas and digests"
     verify = commands.add("verify", _verify, summary, example="http://trainer:8321 --all")
     verify.add_argument("location", metavar="LOCATION", help="a store or its URL")
-    which = verify.add_mutually_exclusive_group()
-    which.add_argument("--version", type=count, help="this version instead of HEAD")
+    selection = verify.add_mutually_exclusive_group()
+    selection.add_argument("--version", type=count, help="this version instead of HEAD")
     text = "every version; over HTTP those that HEAD leads back to"
-    which.add_argument("--all", action="store_true", help=text)
+    selection.add_argument("--all", action="store_true", help=text)
     verify.add_argument("--threads", type=positive, default=1, help="CPU threads (default: 1)")
 
     summary = "serve a store over HTTP, read-only"
@@ -177,11 +177,11 @@ def _parser() -> argparse.ArgumentParser:
     add_server(server, 8321)
 
     summary = "delete versions that nobody needs"
-    clean = commands.add("gc", _gc, summary, example="runs/a/weights --keep 10 --dry-run")
-    clean.add_argument("store", metavar="STORE", help="the folder that holds HEAD")
+    collect = commands.add("gc", _gc, summary, example="runs/a/weights --keep 10 --dry-run")
+    collect.add_argument("store", metavar="STORE", help="the folder that holds HEAD")
     text = "newest versions to keep, with the full snapshot they come from and all since"
-    clean.add_argument("--keep", type=positive, required=True, help=text)
-    clean.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    collect.add_argument("--keep", type=positive, required=True, help=text)
+    collect.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     return commands.parser
 
 

@@ -34,7 +34,7 @@ class Verifier:
         """
         manifests = {}
         for version in versions:
-            with self._noting(""):
+            with self._collect(""):
                 manifests[version] = self.source.manifest(version)
         targets: dict[int, list[Manifest]] = {version: [] for version in manifests}
         for manifest in manifests.values():
@@ -42,11 +42,12 @@ class Verifier:
                 targets.setdefault(base, []).append(manifest)
         for base in bar(sorted(targets), desc="verify", leave=False, disable=None):
             for file in manifests[base].snapshot_files if base in manifests else ():
-                with self._noting(""):
+                with self._collect(""):
                     self._fetch(base, file)
+            # One version at a time in memory, for all the deltas that start from it.
             words: dict[str, U16] | None = None
             if base in manifests or not self._was_collected(base):
-                with self._noting(f"version {base} cannot be pulled: "):
+                with self._collect(f"version {base} cannot be pulled: "):
                     pulled = pull(self.source, base, self._num_threads)
                     words = {name: u16_view(tensor) for name, tensor in pulled.items()}
             for target in targets[base]:
@@ -54,7 +55,7 @@ class Verifier:
         return self.problems
 
     @contextmanager
-    def _noting(self, place: str) -> Iterator[None]:
+    def _collect(self, place: str) -> Iterator[None]:
         """Add an error inside the block to the problems, after `place`, and go on."""
         try:
             yield
@@ -87,16 +88,16 @@ class Verifier:
         for file in target.delta_files[version]:
             place = f"version {target.version}: {file.name}: "
             blobs: dict[str, Blob] = {}
-            with self._noting(place):
+            with self._collect(place):
                 path = self._fetch(target.version, file)
                 blobs = read_delta(path, target.layout, base=version, version=target.version)
             for name, blob in blobs.items():
-                with self._noting(f"{place}the delta of {name!r} is damaged: "):
+                with self._collect(f"{place}the delta of {name!r} is damaged: "):
                     self._validate(blob, None if words is None else words.get(name))
                     changes[name] = add(changes.get(name, (0, 0)), digest_change(blob))
         if words is None or len(self.problems) > num_problems:
             return
-        with self._noting(""):
+        with self._collect(""):
             start = self.source.manifest(version)
             check_layout(start.layout, target.layout, target.version)
             for name in target.missed_by(start, changes):
@@ -109,5 +110,6 @@ class Verifier:
         info = _delta.info(blob)
         if words is not None:
             words = words[info["first"] : info["first"] + info["num_words"]]
+        # Level 2 cannot be decoded without its base.
         if words is not None or info["level"] == 1:
             _delta.validate(blob, words, num_threads=self._num_threads)

@@ -24,17 +24,17 @@ from flowkernels.token_loss import TokenInputs, TokenLossFn, check_inputs
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
 LOGPROB_DTYPES = (torch.float32, torch.float64)
-"""Of a log-prob in 16 bits too little is left for a ratio."""
+"""A log-prob in 16 bits leaves too few digits for a ratio."""
 TOKEN_DTYPES = {
     "advantage_T": DTYPES,
     "weight_T": (*DTYPES, torch.bool, *INTEGERS),
     "temperature": DTYPES,
 }
-"""What the other numbers of tokens may be."""
+"""The dtypes that other numbers of tokens may have."""
 
 
 def dtype_of_results(dtype: torch.dtype) -> torch.dtype:
-    """In which all is worked out, and given back, of numbers of this dtype."""
+    """Return the dtype in which inputs of this one are accumulated, and results returned."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -59,9 +59,7 @@ def check_targets(
     softcap: float | None,
     sampling_mask: SamplingMask | None,
 ) -> Targets:
-    """Return what is asked about rows [..., X] of logits, or of hidden states that will become
-    such; flat.
-    """
+    """Return the flat targets of rows [..., X] of logits, or of states that will become such."""
     shape, device = rows.shape[:-1], rows.device
     ids_T = flat_tokens("target_ids_T", target_ids, shape, INTEGERS, device, torch.int64)
     if softcap is not None and not 0 < softcap < math.inf:
@@ -99,9 +97,9 @@ def check_tokens(
 ) -> None:
     check_plain(name, tensor)
     if tensor.shape != torch.Size(shape) or tensor.dtype not in dtypes:
-        others = f" (or {', '.join(map(str, dtypes[1:]))})" if dtypes[1:] else ""
+        alternatives = f" (or {', '.join(map(str, dtypes[1:]))})" if dtypes[1:] else ""
         raise ValueError(
-            f"{name} must be {dtypes[0]} {list(shape)}{others}, got {tensor.dtype} "
+            f"{name} must be {dtypes[0]} {list(shape)}{alternatives}, got {tensor.dtype} "
             f"{tuple(tensor.shape)}".replace("torch.", "")
         )
     if tensor.device != device:
@@ -150,10 +148,10 @@ def check_head(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> N
         if tensor is not None and (
             tensor.dtype != hidden_TD.dtype or tensor.device != hidden_TD.device
         ):
-            wanted, given = (hidden_TD.dtype, hidden_TD.device), (tensor.dtype, tensor.device)
+            expected, actual = (hidden_TD.dtype, hidden_TD.device), (tensor.dtype, tensor.device)
             raise ValueError(
-                f"{name} must be {wanted[0]} on {wanted[1]}, as hidden_TD, got {given[0]} on "
-                f"{given[1]}"
+                f"{name} must be {expected[0]} on {expected[1]}, as hidden_TD, got {actual[0]} on "
+                f"{actual[1]}"
             )
     if bias_V is not None and bias_V.shape != weight_VD.shape[:1]:
         raise ValueError(f"bias_V must be [V={weight_VD.shape[0]}], got {tuple(bias_V.shape)}")
@@ -185,7 +183,7 @@ def check_token_inputs(
 
 
 def _is_of_sequences(advantage: Tensor, cu_seqlens_S1: Tensor | None, shape: Sequence[int]) -> bool:
-    """One advantage per sequence; [T] where there are as many of these as tokens."""
+    """Tell whether there is one advantage per sequence; [T] is one per token, also where S = T."""
     if cu_seqlens_S1 is None or advantage.shape == torch.Size(shape):
         return False
     return advantage.shape == (len(cu_seqlens_S1) - 1,)
@@ -194,27 +192,27 @@ def _is_of_sequences(advantage: Tensor, cu_seqlens_S1: Tensor | None, shape: Seq
 def _temperature(
     temperature: float | Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """[T], of stride 0 when it is one number."""
+    """Return the temperatures [T], of stride 0 when it is one number."""
     if isinstance(temperature, Tensor):
         dtypes = TOKEN_DTYPES["temperature"]
-        given_T = flat_tokens("temperature", temperature, shape, dtypes, device, dtype)
-        if checks_values(device) and not bool((given_T > 0).all()):
+        temperature_T = flat_tokens("temperature", temperature, shape, dtypes, device, dtype)
+        if checks_values(device) and not bool((temperature_T > 0).all()):
             raise ValueError(
-                f"temperature must be above 0 in every row, got {float(given_T.min())}"
+                f"temperature must be above 0 in every row, got {float(temperature_T.min())}"
             )
-        return given_T
+        return temperature_T
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature={temperature} must be above 0 and finite")
-    one = torch.full((1,), temperature, dtype=dtype, device=device)
-    return one.expand(math.prod(shape))
+    scalar = torch.full((1,), temperature, dtype=dtype, device=device)
+    return scalar.expand(math.prod(shape))
 
 
 def _check_mask(mask: SamplingMask, num_rows: int, device: torch.device) -> None:
     tensors = {"token_ids_K": mask.token_ids_K, "offsets_T1": mask.offsets_T1}
     for name, tensor in tensors.items():
         if tensor.dim() != 1 or tensor.dtype != torch.int64 or not tensor.is_contiguous():
-            given = f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
-            raise ValueError(f"sampling_mask.{name} must be contiguous int64 [n], got {given}")
+            actual = f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
+            raise ValueError(f"sampling_mask.{name} must be contiguous int64 [n], got {actual}")
         if tensor.device != device:
             raise ValueError(
                 f"sampling_mask.{name} must be on {device}, where the logits are, got "

@@ -40,7 +40,7 @@ class BranchingScore:
 
 @with_launcher("flowkernels.branching_triton")
 def scan(x_T: Tensor, cu_seqlens_S1: Tensor, mask_T: Tensor | None, gamma: float) -> Tensor:
-    """Doubling. After k rounds every position holds the sum over its next 2^k ones, in
+    """Scan by doubling: after k rounds every position holds the sum over its next 2^k ones, in
     fp64; O(T log T).
     """
     sum_T = (x_T if mask_T is None else torch.where(mask_T, x_T, 0.0)).double()
@@ -52,8 +52,8 @@ def scan(x_T: Tensor, cu_seqlens_S1: Tensor, mask_T: Tensor | None, gamma: float
     longest = int(cu_seqlens_S1.diff().max()) if len(cu_seqlens_S1) > 1 else 0
     while reach < longest:
         later_T = position_T + reach
-        more_T = sum_T[later_T.clamp(max=num_tokens - 1)] * gamma**reach
-        sum_T = sum_T + torch.where(later_T < end_T, more_T, 0.0)
+        later_sum_T = sum_T[later_T.clamp(max=num_tokens - 1)] * gamma**reach
+        sum_T = sum_T + torch.where(later_T < end_T, later_sum_T, 0.0)
         reach *= 2
     return sum_T.to(x_T.dtype)
 
@@ -67,7 +67,7 @@ def score(
     gamma: float,
     clip: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(score, Omega, candidates) [T] each."""
+    """Return (score, Omega, candidates), [T] each."""
     sequence_T = sequence_ids(cu_seqlens_S1, len(log_ratio_T))
     future_T = (
         scan("torch", log_ratio_T, cu_seqlens_S1, mask_T, gamma).clamp(-LOG_LIMIT, LOG_LIMIT).exp()
@@ -83,8 +83,8 @@ def score(
 def _z_score(
     x_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int
 ) -> tuple[Tensor, Tensor]:
-    """(z-scores over the generated tokens of each sequence [T]; population standard deviations,
-    fp64 [S]).
+    """Return (z-scores over the generated tokens of each sequence [T]; population standard
+    deviations, fp64 [S]).
     """
     zeros_S = torch.zeros(num_sequences, dtype=torch.float64, device=x_T.device)
     num_S = zeros_S.index_add(0, sequence_T, mask_T.double()).clamp(min=1)
@@ -132,7 +132,8 @@ def discounted_reverse_scan(
     mask_T: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """S_i = m_i x_i + gamma S_{i+1} within each sequence, [T], in O(T) for any length. No gradient.
+    """Return S_i = m_i x_i + gamma S_{i+1} within each sequence, [T], in O(T) for any length. No
+    gradient.
 
     Args:
         x_T: [T] fp32, or fp64, in torch, which stays fp64.
@@ -207,8 +208,8 @@ def branch_points(
     mask_T: Tensor | None = None,
     allowed_T: Tensor | None = None,
 ) -> Tensor:
-    """The best candidates of each sequence, int64 [S, B], best first; -1 where there is none left.
-    Nothing is read by the host.
+    """Return the best candidates of each sequence, int64 [S, B], best first; -1 where there is none
+    left. Nothing is read by the host.
 
     Args:
         num_points: B, at most that many in a sequence.
@@ -233,20 +234,19 @@ def branch_points(
     is_free_T = scores.is_candidate_T if allowed_T is None else scores.is_candidate_T & allowed_T
     points = torch.full((num_sequences, num_points), -1, dtype=torch.int64, device=score_T.device)
     for i in range(num_points if num_tokens else 0):
-        open_T = torch.where(is_free_T, score_T, -torch.inf)
-        best_S = open_T.new_full((num_sequences,), -torch.inf).scatter_reduce(
-            0, sequence_T, open_T, "amax"
-        )
+        free_score_T = torch.where(is_free_T, score_T, -torch.inf)
+        best_S = free_score_T.new_full((num_sequences,), -torch.inf)
+        best_S = best_S.scatter_reduce(0, sequence_T, free_score_T, "amax")
         # Of equal scores the first token wins.
-        is_best_T = is_free_T & (open_T == best_S[sequence_T])
+        is_best_T = is_free_T & (free_score_T == best_S[sequence_T])
         first_S = position_T.new_full((num_sequences,), num_tokens)
         first_S = first_S.scatter_reduce(
             0, sequence_T, torch.where(is_best_T, position_T, num_tokens), "amin"
         )
         has_point_S = first_S < num_tokens
         points[:, i] = torch.where(has_point_S, first_S, -1)
-        chosen_T = generated_T[first_S.clamp(max=num_tokens - 1)][sequence_T]
-        is_near_T = (generated_T - chosen_T).abs() < max(spacing, 1)
+        point_T = generated_T[first_S.clamp(max=num_tokens - 1)][sequence_T]
+        is_near_T = (generated_T - point_T).abs() < max(spacing, 1)
         is_free_T = is_free_T & ~(is_near_T & has_point_S[sequence_T])
     return points
 
@@ -255,8 +255,8 @@ def _check(
     x_T: Tensor, name: str, cu_seqlens_S1: Tensor, gamma: float, mask_T: Tensor | None
 ) -> None:
     if x_T.dim() != 1 or x_T.dtype not in LOGPROB_DTYPES:
-        given = f"{x_T.dtype} {tuple(x_T.shape)}".removeprefix("torch.")
-        raise ValueError(f"{name} must be float32 [T] (or float64), got {given}")
+        form = f"{x_T.dtype} {tuple(x_T.shape)}".removeprefix("torch.")
+        raise ValueError(f"{name} must be float32 [T] (or float64), got {form}")
     if not 0 <= gamma <= 1:
         raise ValueError(f"gamma={gamma} must be in [0, 1]")
     check_sequences(cu_seqlens_S1, len(x_T), x_T.device)

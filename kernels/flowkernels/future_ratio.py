@@ -20,12 +20,7 @@ from torch import Tensor
 from flowkernels.branching import discounted_reverse_scan
 from flowkernels.loss_spec import LossSpec
 from flowkernels.sequences import sequence_ids
-from flowkernels.token_loss import (
-    TokenLoss,
-    TokenLossFn,
-    Tokens,
-    token_loss,
-)
+from flowkernels.token_loss import TokenLoss, TokenLossFn, Tokens, token_loss
 
 _RISKY_RATIO = 6.0
 _RISKY_LOW = 0.8
@@ -74,7 +69,7 @@ def future_ratio(
     dual_clip: float | None,
     impl: str = "auto",
 ) -> Tensor:
-    """A_fut [T], before the 1 + coef; anything where a token has no weight."""
+    """Return A_fut [T], before the 1 + coef; anything where a token has no weight."""
     joins_T = (weight_T != 0) & (log_ratio_T <= math.log(dual_clip or math.inf))
     sum_T = discounted_reverse_scan(
         log_ratio_T, cu_seqlens_S1, gamma=future.gamma, mask_T=joins_T, impl=impl
@@ -108,15 +103,15 @@ def future_factor(
             released code. The tokens are all those of the mean then: the others' factors grow by
             the sum of all weights over the sum of theirs. The KL term keeps its mean.
     """
-    part_T = _takes_part(log_ratio_T, advantage_T, weight_T, cu_seqlens_S1, future, dual_clip)
+    takes_part_T = _takes_part(log_ratio_T, advantage_T, weight_T, cu_seqlens_S1, future, dual_clip)
     ratio_T = future_ratio(
         log_ratio_T, advantage_T, weight_T, cu_seqlens_S1, future, dual_clip, impl
     )
-    factor_T = (1 + future.coef * ratio_T) * part_T
+    factor_T = (1 + future.coef * ratio_T) * takes_part_T
     if not leaves_mean:
         return factor_T
-    kept = (weight_T * part_T).sum()
-    return factor_T * torch.where(kept > 0, weight_T.sum() / kept, 0.0)
+    part_weight = (weight_T * takes_part_T).sum()
+    return factor_T * torch.where(part_weight > 0, weight_T.sum() / part_weight, 0.0)
 
 
 def _takes_part(
@@ -127,7 +122,7 @@ def _takes_part(
     future: FutureRatio,
     dual_clip: float | None,
 ) -> Tensor:
-    """1 for tokens of sequences that stay in the policy term, else 0."""
+    """Return 1 for tokens of sequences that stay in the policy term, else 0."""
     if future.max_dual_clipped is None or dual_clip is None:
         return torch.ones_like(advantage_T)
     is_bounded_T = (weight_T != 0) & (advantage_T < 0) & (log_ratio_T > math.log(dual_clip))
@@ -139,7 +134,8 @@ def _takes_part(
 
 
 def future_aware(spec: LossSpec, future: FutureRatio, impl: str = "auto") -> TokenLossFn:
-    """The loss of `spec` with future-aware advantages, for `policy_loss` and `linear_policy_loss`.
+    """Return the loss of `spec` with future-aware advantages, for `policy_loss` and
+    `linear_policy_loss`.
 
     They need `old_logprob_T` and `cu_seqlens_S1` (the responses) then. TIS acts on the advantage as
     in `policy_loss`; MIS is a matter of the weights, which the caller takes from

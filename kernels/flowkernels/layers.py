@@ -23,8 +23,8 @@ from flowkernels.arguments import check_tokens
 from flowkernels.implementations import resolve_impl, with_launcher
 
 FORMS = ("llama", "olmo2", "gemma")
-"""Of RMSNorm. The normalised x is rounded before it is weighted (llama) or after; gemma's weight is
-1 + w."""
+"""The forms of RMSNorm. The normalised x is rounded before it is weighted (llama) or after; gemma's
+weight is 1 + w."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Pair = tuple[Tensor, Tensor]
 Saved = tuple[Tensor, Tensor, Tensor]
@@ -35,7 +35,7 @@ _KERNELS = "flowkernels.layers_triton"
 
 @with_launcher(_KERNELS)
 def norm(hidden: Tensor, weight_D: Tensor, eps: float, form: str) -> Pair:
-    """(output, r [..., 1] in fp32)"""
+    """Return (output, r [..., 1] in fp32)."""
     x = hidden.float()
     r = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     scale_D = _scale(weight_D, form)
@@ -44,13 +44,13 @@ def norm(hidden: Tensor, weight_D: Tensor, eps: float, form: str) -> Pair:
 
 @with_launcher(_KERNELS)
 def norm_gradient(saved: Saved, dout: Tensor, form: str, needs_weight: bool) -> Gradients:
-    """(dhidden, dweight), by the steps that autograd takes; saved: hidden, weight and r."""
+    """Return (dhidden, dweight), by the steps that autograd takes; saved: hidden, weight and r."""
     hidden, weight_D, r = saved
     x, scale_D, dweight_D = hidden.float(), _scale(weight_D, form), None
     dout = dout.to(scale_D.dtype)
     if needs_weight:
-        part = (x * r).to(scale_D.dtype).mul_(dout)
-        dweight_D = part.flatten(0, -2).sum(0).to(weight_D.dtype)
+        row_dweight = (x * r).to(scale_D.dtype).mul_(dout)
+        dweight_D = row_dweight.flatten(0, -2).sum(0).to(weight_D.dtype)
     slope = (dout * scale_D).float()
     mean = (slope * x).sum(-1, keepdim=True) * r.pow(3) / x.shape[-1]
     return (slope * r).sub_(x * mean).to(hidden.dtype), dweight_D
@@ -65,8 +65,8 @@ def _scale(weight_D: Tensor, form: str) -> Tensor:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight_D: Tensor, eps: float, *how: str) -> Tensor:
-        ctx.form, ctx.impl = how
+    def forward(ctx: Any, hidden: Tensor, weight_D: Tensor, eps: float, *options: str) -> Tensor:
+        ctx.form, ctx.impl = options
         out, r = norm(ctx.impl, hidden, weight_D, eps, ctx.form)
         ctx.save_for_backward(hidden, weight_D, r)
         return out
@@ -75,8 +75,8 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Gradients:
         needs_weight = ctx.needs_input_grad[1]
-        found = norm_gradient(ctx.impl, ctx.saved_tensors, dout, ctx.form, needs_weight)
-        return *found, None, None, None
+        gradients = norm_gradient(ctx.impl, ctx.saved_tensors, dout, ctx.form, needs_weight)
+        return *gradients, None, None, None
 
 
 def rms_norm(
@@ -104,7 +104,7 @@ def rms_norm(
 
 @with_launcher(_KERNELS)
 def rotate(heads: Pair, tables: Pair, inverse: bool) -> Pair:
-    """Rotated queries and keys; inverse: gradients of these, back. tables: cos and sin."""
+    """Return rotated queries and keys; inverse: gradients of these, back. tables: cos and sin."""
     half, (cos, sin) = tables[0].shape[-1] // 2, (x[:, None] for x in tables)
     to_second, to_first = sin[..., half:], -sin[..., :half]
     if inverse:
@@ -149,27 +149,27 @@ def rotary(
         ValueError: an argument that does not fit, with its name and value.
     """
     num_batch, _, num_positions, size = query_BHND.shape
-    dtype, device, part = query_BHND.dtype, query_BHND.device, cos_BNR.shape[-1]
+    dtype, device, num_rotated = query_BHND.dtype, query_BHND.device, cos_BNR.shape[-1]
     check_tokens("query_BHND", query_BHND, query_BHND.shape, DTYPES, device)
     shape: tuple[int, ...] = (num_batch, key_BHND.shape[1], num_positions, size)
     check_tokens("key_BHND", key_BHND, shape, (dtype,), device)
-    shape = (1 if len(cos_BNR) == 1 else num_batch, num_positions, min(part // 2 * 2, size))
+    shape = (1 if len(cos_BNR) == 1 else num_batch, num_positions, min(num_rotated // 2 * 2, size))
     check_tokens("cos_BNR", cos_BNR, shape, (dtype, torch.float32), device)
     check_tokens("sin_BNR", sin_BNR, shape, (cos_BNR.dtype,), device)
     impl = resolve_impl(impl, device)
     heads = (query_BHND, key_BHND)
-    query, key = heads if part == size else (x[..., :part] for x in heads)
+    query, key = heads if num_rotated == size else (x[..., :num_rotated] for x in heads)
     query, key = _Rotary.apply(query, key, cos_BNR, sin_BNR, impl)
-    if part == size:
+    if num_rotated == size:
         return query, key
-    return torch.cat([query, query_BHND[..., part:]], -1), torch.cat(
-        [key, key_BHND[..., part:]], -1
+    return torch.cat([query, query_BHND[..., num_rotated:]], -1), torch.cat(
+        [key, key_BHND[..., num_rotated:]], -1
     )
 
 
 @with_launcher(_KERNELS)
 def gated(gate: Tensor, up: Tensor, dout: Tensor | None, needs_out: bool) -> Gradients:
-    """(silu(gate) * up, and its gradients by both), as far as they are asked for."""
+    """Return (silu(gate) * up, and its gradients by both), as far as they are asked for."""
     silu = F.silu(gate)
     if dout is None:
         return silu.mul_(up), None, None
@@ -178,7 +178,7 @@ def gated(gate: Tensor, up: Tensor, dout: Tensor | None, needs_out: bool) -> Gra
 
 
 class _SwiGLU(torch.autograd.Function):
-    """With a weight, a linear layer behind it, whose input is not saved either."""
+    """SwiGLU; with a weight, a linear layer follows, whose input is not saved either."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight_DF: Tensor | None, impl: str) -> Tensor:
@@ -192,10 +192,11 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> Gradients:
         gate, up, weight_DF = ctx.saved_tensors
         needs_out = ctx.needs_input_grad[2]
-        of_product = dout if weight_DF is None else dout @ weight_DF
-        out, *found = gated(ctx.impl, gate, up, of_product, needs_out)
+        dproduct = dout if weight_DF is None else dout @ weight_DF
+        # The input of the linear layer is computed again, for the gradient of its weight.
+        out, *gradients = gated(ctx.impl, gate, up, dproduct, needs_out)
         dweight_DF = dout.flatten(0, -2).t() @ out.flatten(0, -2) if needs_out else None
-        return *found, dweight_DF, None
+        return *gradients, dweight_DF, None
 
 
 def swiglu(
@@ -212,10 +213,10 @@ def swiglu(
     Raises:
         ValueError: an argument that does not fit, with its name and value.
     """
-    num_columns, like = gate.shape[-1], ((gate.dtype,), gate.device)
+    num_columns, form = gate.shape[-1], ((gate.dtype,), gate.device)
     check_tokens("gate", gate, gate.shape, DTYPES, gate.device)
-    check_tokens("up", up, gate.shape, *like)
+    check_tokens("up", up, gate.shape, *form)
     if weight_DF is not None:
-        check_tokens("weight_DF", weight_DF, (len(weight_DF), num_columns), *like)
+        check_tokens("weight_DF", weight_DF, (len(weight_DF), num_columns), *form)
     out: Tensor = _SwiGLU.apply(gate, up, weight_DF, resolve_impl(impl, gate.device))
     return out

@@ -24,9 +24,9 @@ _INTERPRETED_PROGRAMS = 3
 
 
 @triton.jit
-def _places(first, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tuple:
-    """(offsets in a tensor of these rows, rows, columns, which of these there are) of a block."""
-    row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+def _block(first_row, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tuple:
+    """Return a block's (offsets in a tensor of these rows, rows, columns, which are in it)."""
+    row = (first_row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     is_in = (row < num_rows) & (column < num_columns)
     return row * num_columns + column, row, column, is_in
@@ -39,7 +39,7 @@ def _load(ptr, is_in) -> tl.tensor:
 
 @triton.jit
 def _rounded(x, ptr) -> tl.tensor:
-    """As it would be in the memory behind the pointer."""
+    """Round to the dtype of the memory behind the pointer."""
     return x.to(ptr.dtype.element_ty).to(tl.float32)
 
 
@@ -55,13 +55,13 @@ def norm_kernel(
     hidden_ptr, scale_ptr, out_ptr, r_ptr, num_rows, num_columns, eps, FORM: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """RMSNorm of a block of rows."""
-    first = tl.program_id(0) * ROWS
-    at, row, _, is_in = _places(first, num_rows, num_columns, ROWS, COLUMNS)
-    x, scale = _load(hidden_ptr + at, is_in), _scale(scale_ptr, num_columns, FORM, COLUMNS)
+    """Normalise a block of rows."""
+    first_row = tl.program_id(0) * ROWS
+    offset, row, _, is_in = _block(first_row, num_rows, num_columns, ROWS, COLUMNS)
+    x, scale = _load(hidden_ptr + offset, is_in), _scale(scale_ptr, num_columns, FORM, COLUMNS)
     r = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / num_columns + eps)
     normed = _rounded(x * r, out_ptr) if FORM == "llama" else x * r
-    tl.store(out_ptr + at, normed * scale, mask=is_in)
+    tl.store(out_ptr + offset, normed * scale, mask=is_in)
     tl.store(r_ptr + row, r, mask=row < num_rows)
 
 
@@ -70,41 +70,42 @@ def norm_gradient_kernel(
     hidden_ptr, scale_ptr, r_ptr, dout_ptr, dhidden_ptr, dweight_ptr, num_rows, num_columns,
     FORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """dhidden, and this program's part of dweight [P, D] if there is one; a program takes every
-    P-th block.
+    """Write dhidden, and this program's part of dweight [P, D] if there is one; a program takes
+    every P-th block.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     scale = _scale(scale_ptr, num_columns, FORM, COLUMNS)
+    # Summed over all rows of the program: few parts are left, to be added in a fixed order.
     dweight = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(program * ROWS, num_rows, num_programs * ROWS):
-        at, row, _, is_in = _places(first, num_rows, num_columns, ROWS, COLUMNS)
-        x, dout = _load(hidden_ptr + at, is_in), _load(dout_ptr + at, is_in)
+    for first_row in range(program * ROWS, num_rows, num_programs * ROWS):
+        offset, row, _, is_in = _block(first_row, num_rows, num_columns, ROWS, COLUMNS)
+        x, dout = _load(hidden_ptr + offset, is_in), _load(dout_ptr + offset, is_in)
         r = _load(r_ptr + row, row < num_rows)
         normed, slope = x * r, dout * scale
         mean = tl.sum(slope * normed, axis=1, keep_dims=True) / num_columns
-        tl.store(dhidden_ptr + at, r * (slope - normed * mean), mask=is_in)
+        tl.store(dhidden_ptr + offset, r * (slope - normed * mean), mask=is_in)
         if dweight_ptr is not None:
             dweight += dout * (_rounded(normed, hidden_ptr) if FORM == "llama" else normed)
     if dweight_ptr is not None:
-        at, _, _, is_in = _places(program, program + 1, num_columns, 1, COLUMNS)
-        tl.store(dweight_ptr + at, tl.sum(dweight, axis=0, keep_dims=True), mask=is_in)
+        offset, _, _, is_in = _block(program, program + 1, num_columns, 1, COLUMNS)
+        tl.store(dweight_ptr + offset, tl.sum(dweight, axis=0, keep_dims=True), mask=is_in)
 
 
 @triton.jit
 def _rotate_heads(
     x_ptr, out_ptr, tables, table_ptr, num_heads, size, HEADS: tl.constexpr, HALF: tl.constexpr
 ) -> None:
-    """All heads of one position."""
+    """Rotate all heads of one position."""
     cos_a, cos_b, sin_a, sin_b = tables
     half = size // 2
-    _, head, pair, is_in = _places(0, num_heads, half, HEADS, HALF)
-    at = (tl.program_id(0).to(tl.int64) * num_heads + head) * size + pair
-    a, b = _load(x_ptr + at, is_in), _load(x_ptr + at + half, is_in)
+    _, head, pair, is_in = _block(0, num_heads, half, HEADS, HALF)
+    offset = (tl.program_id(0).to(tl.int64) * num_heads + head) * size + pair
+    a, b = _load(x_ptr + offset, is_in), _load(x_ptr + offset + half, is_in)
     # Products are rounded to the dtype of the tables, and then their sum.
     new_a = _rounded(a * cos_a, table_ptr) - _rounded(b * sin_a, table_ptr)
     new_b = _rounded(b * cos_b, table_ptr) + _rounded(a * sin_b, table_ptr)
-    tl.store(out_ptr + at, _rounded(new_a, table_ptr), mask=is_in)
-    tl.store(out_ptr + at + half, _rounded(new_b, table_ptr), mask=is_in)
+    tl.store(out_ptr + offset, _rounded(new_a, table_ptr), mask=is_in)
+    tl.store(out_ptr + offset + half, _rounded(new_b, table_ptr), mask=is_in)
 
 
 @triton.jit
@@ -113,12 +114,12 @@ def rotary_kernel(
     num_key_heads, size, INVERSE: tl.constexpr, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Queries and keys [positions, heads, size] of one position."""
+    """Rotate queries and keys [positions, heads, size] of one position."""
     pair, half = tl.arange(0, HALF)[None, :], size // 2
-    is_pair, at = pair < half, tl.program_id(0).to(tl.int64) * size + pair
-    cos_a, cos_b = _load(cos_ptr + at, is_pair), _load(cos_ptr + at + half, is_pair)
-    sin_a, sin_b = _load(sin_ptr + at, is_pair), _load(sin_ptr + at + half, is_pair)
-    if INVERSE:
+    is_pair, offset = pair < half, tl.program_id(0).to(tl.int64) * size + pair
+    cos_a, cos_b = _load(cos_ptr + offset, is_pair), _load(cos_ptr + offset + half, is_pair)
+    sin_a, sin_b = _load(sin_ptr + offset, is_pair), _load(sin_ptr + offset + half, is_pair)
+    if INVERSE:  # the transpose, also where the halves of a table differ
         sin_a, sin_b = -sin_b, -sin_a
     tables = (cos_a, cos_b, sin_a, sin_b)
     _rotate_heads(
@@ -132,24 +133,25 @@ def gated_kernel(
     gate_ptr, up_ptr, out_ptr, dout_ptr, dgate_ptr, dup_ptr, num_columns, gate_stride, up_stride,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """silu(gate) * up of a block of a row, its gradients, or both: what there is room for."""
+    """Write silu(gate) * up of a block of a row, its gradients, or both: what there is room for."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_in, at = column < num_columns, row * num_columns + column
+    is_in, offset = column < num_columns, row * num_columns + column
     gate = _load(gate_ptr + row * gate_stride + column, is_in)
     up = _load(up_ptr + row * up_stride + column, is_in)
     total = 1.0 + tl.exp(-gate)
     silu = _rounded(gate / total, gate_ptr)
     if out_ptr is not None:
-        tl.store(out_ptr + at, silu * up, mask=is_in)
+        tl.store(out_ptr + offset, silu * up, mask=is_in)
     if dout_ptr is not None:
-        dout, sigmoid = _load(dout_ptr + at, is_in), 1.0 / total
-        tl.store(dup_ptr + at, dout * silu, mask=is_in)
+        dout, sigmoid = _load(dout_ptr + offset, is_in), 1.0 / total
+        tl.store(dup_ptr + offset, dout * silu, mask=is_in)
+        # silu'(x) = p (1 + x (1 - p)) with p = sigmoid(x).
         dgate = dout * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        tl.store(dgate_ptr + at, dgate, mask=is_in)
+        tl.store(dgate_ptr + offset, dgate, mask=is_in)
 
 
 def norm_launch(num_columns: int, per_warp: int = 1024) -> dict[str, Any]:
-    """Whole rows, several of them where they are short; `per_warp`: elements."""
+    """Let a program take whole rows, several of them where they are short; `per_warp`: elements."""
     columns = triton.next_power_of_2(num_columns)
     rows = max(1, _TILE // columns)
     num_warps = min(32, rows * columns // per_warp)
@@ -186,7 +188,7 @@ def norm_gradient(saved: Saved, dout: Tensor, form: str, needs_weight: bool) -> 
 
 
 def rotary_launch(num_query_heads: int, num_key_heads: int, size: int) -> dict[str, Any]:
-    """All heads of a position."""
+    """Let a program take all heads of a position."""
     names = ("QUERY_HEADS", "KEY_HEADS", "HALF")
     sizes = (num_query_heads, num_key_heads, size // 2)
     blocks = {name: triton.next_power_of_2(x) for name, x in zip(names, sizes, strict=True)}
@@ -212,7 +214,7 @@ def gated(gate: Tensor, up: Tensor, dout: Tensor | None, needs_out: bool) -> Gra
     """Launcher, see `layers.gated`."""
     needed = (needs_out, dout is not None, dout is not None)
     empty = functools.partial(torch.empty_like, gate, memory_format=torch.contiguous_format)
-    out, dgate, dup = found = [empty() if each else None for each in needed]
+    out, dgate, dup = results = [empty() if is_needed else None for is_needed in needed]
     rows = (x.flatten(0, -2) for x in (gate, up))
     gate_TF, up_TF = (x if x.stride(1) == 1 else x.contiguous() for x in rows)
     if gate.numel():
@@ -220,4 +222,4 @@ def gated(gate: Tensor, up: Tensor, dout: Tensor | None, needs_out: bool) -> Gra
         tensors = (gate_TF, up_TF, out, None if dout is None else dout.contiguous(), dgate, dup)
         grid = (num_rows, triton.cdiv(num_columns, GATED["BLOCK"]))
         gated_kernel[grid](*tensors, num_columns, gate_TF.stride(0), up_TF.stride(0), **GATED)
-    return found
+    return results

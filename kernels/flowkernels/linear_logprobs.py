@@ -34,7 +34,7 @@ from flowkernels.targets import TARGETS, SamplingMask, Slopes, Targets, unflatte
     schema=f"({HEAD}, {TARGETS}, {OPTIONS}) -> Tensor",
 )
 def _linear_scores_op(hidden: Tensor, *arguments: Any) -> Tensor:
-    """`score_3T`; differentiable by hidden, weight and bias in the log-prob and the entropy."""
+    """Return `score_3T`, differentiable by hidden, weight and bias in log-prob and entropy."""
     weight, bias, *flat, impl = arguments
     head = LMHead(weight, bias, *flat[5:])
     return walk_scores(head, hidden, unflatten(*flat[:5]), impl)
@@ -55,8 +55,8 @@ def _scores_backward(ctx: Any, dscore_3T: Tensor) -> tuple[Any, ...]:
     *tensors, mask_ids, mask_offsets = ctx.saved_tensors
     needs = [bool(need) for need in ctx.needs_input_grad[:3]]
     flat = (*tensors, ctx.softcap, mask_ids, mask_offsets)
-    found = _linear_gradient_op(*flat, dscore_3T.contiguous(), needs, *ctx.options)
-    return (*(g if need else None for g, need in zip(found, needs, strict=True)), *[None] * 9)
+    gradients = _linear_gradient_op(*flat, dscore_3T.contiguous(), needs, *ctx.options)
+    return (*(g if need else None for g, need in zip(gradients, needs, strict=True)), *[None] * 9)
 
 
 _linear_scores_op.register_autograd(_scores_backward, setup_context=_save_scores)
@@ -69,7 +69,7 @@ _linear_scores_op.register_autograd(_scores_backward, setup_context=_save_scores
     " -> (Tensor, Tensor, Tensor)",
 )
 def _linear_gradient_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by hidden, weight and bias; an empty tensor for each that is not needed."""
+    """Return the gradients by hidden, weight and bias; an empty tensor where none is needed."""
     weight, bias, *flat, dscore, needs = arguments[:-4]
     head, impl = LMHead(weight, bias, *arguments[-4:-1]), arguments[-1]
     gradients = Gradients.empty(hidden, head, needs)
@@ -86,7 +86,7 @@ def _(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def linear_scores(head: LMHead, hidden_TD: Tensor, targets: Targets, impl: str) -> Tensor:
-    """`walk_scores` as an operator."""
+    """Call `walk_scores` as an operator."""
     score_3T: Tensor = _linear_scores_op(
         hidden_TD, head.weight_VD, head.bias_V, *targets.flat(), *head.options(impl)
     )
@@ -129,11 +129,7 @@ def linear_logprobs(
     """
     flat_TD, weight_VD, bias_V = plain_head(hidden_TD, weight_VD, bias_V)
     head = new_head(
-        flat_TD,
-        weight_VD,
-        bias_V,
-        fp32_logits=fp32_logits,
-        memory_budget=memory_budget,
+        flat_TD, weight_VD, bias_V, fp32_logits=fp32_logits, memory_budget=memory_budget
     )
     targets = check_targets(
         hidden_TD, len(weight_VD), target_ids_T, temperature, softcap, sampling_mask

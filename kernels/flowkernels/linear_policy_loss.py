@@ -29,12 +29,7 @@ from flowkernels.policy_loss import (
     scored_loss,
 )
 from flowkernels.targets import TARGETS, SamplingMask, Targets, unflatten
-from flowkernels.token_loss import (
-    INPUTS,
-    TokenInputs,
-    TokenLossFn,
-    unflatten_inputs,
-)
+from flowkernels.token_loss import INPUTS, TokenInputs, TokenLossFn, unflatten_inputs
 
 
 @torch.library.custom_op(
@@ -44,7 +39,7 @@ from flowkernels.token_loss import (
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _linear_loss_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """(loss, gradients by hidden, weight and bias or empty tensors, columns, statistics)."""
+    """Return (loss, gradients by hidden, weight and bias or empty tensors, columns, statistics)."""
     weight, bias, *flat, needs, compact = arguments[:-4]
     *options, impl = arguments[-4:]
     head, (spec, inputs) = LMHead(weight, bias, *options), unflatten_inputs(*flat[5:])
@@ -106,16 +101,10 @@ def linear_policy_loss(
         ValueError: an argument that does not fit, with its name and value.
         RuntimeError: a second backward pass through one loss, as for `policy_loss`.
     """
-    flat_TD, whole_VD, whole_V = plain_head(hidden_TD, weight_VD, bias_V)
-    head = new_head(
-        flat_TD,
-        whole_VD,
-        whole_V,
-        fp32_logits=fp32_logits,
-        memory_budget=memory_budget,
-    )
+    flat_TD, full_VD, full_V = plain_head(hidden_TD, weight_VD, bias_V)
+    head = new_head(flat_TD, full_VD, full_V, fp32_logits=fp32_logits, memory_budget=memory_budget)
     targets = check_targets(
-        hidden_TD, len(whole_VD), target_ids_T, temperature, softcap, sampling_mask
+        hidden_TD, len(full_VD), target_ids_T, temperature, softcap, sampling_mask
     )
     inputs = TokenInputs(
         advantage_T=advantage_T,
@@ -130,11 +119,11 @@ def linear_policy_loss(
     if not isinstance(spec, LossSpec):
         out = _two_passes(head, flat_TD, targets, spec, inputs, impl)
         return out.view(target_ids_T.shape)
-    wanted = (flat_TD, whole_VD, whole_V)
-    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in wanted]
+    head_tensors = (flat_TD, full_VD, full_V)
+    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in head_tensors]
     flat = (*targets.flat(), *inputs.corrected(spec).flat(), spec.encoded)
-    how = resolve_compact(compact, flat_TD.device)
-    results = _linear_loss_op(*wanted, *flat, needs, how, *head.options(impl))
+    mode = resolve_compact(compact, flat_TD.device)
+    results = _linear_loss_op(*head_tensors, *flat, needs, mode, *head.options(impl))
     return PolicyLoss.of(results[0], *results[-2:]).view(target_ids_T.shape)
 
 
@@ -146,8 +135,8 @@ def _two_passes(
     inputs: TokenInputs,
     impl: str,
 ) -> PolicyLoss:
-    """The loss of a function that sees all tokens: scores, their loss in torch, then the logits
-    once more for the gradient.
+    """Return the loss of a function that sees all tokens: scores, their loss in torch, then the
+    logits once more for the gradient.
     """
     counts_T = (inputs.weight_T != 0) & (targets.ids_T >= 0)
     targets = replace(targets, ids_T=torch.where(counts_T, targets.ids_T, -1))

@@ -43,31 +43,31 @@ class LMHead:
     """Up to so many rows are one chunk."""
 
     def over(self, num_rows: int) -> LMHead:
-        """The head for a walk over so many rows in all: in one chunk if they are few enough."""
+        """Return the head for a walk over so many rows in all: in one chunk if they are few."""
         is_whole = self.chunk_rows < num_rows <= self.whole_rows
         return replace(self, chunk_rows=num_rows) if is_whole else self
 
     def chunks(self, num_rows: int, start: int = 0) -> Iterator[slice]:
-        """Equal chunks of `num_rows` rows from `start` on, rather than a short last one."""
+        """Return equal chunks of `num_rows` rows from `start` on, rather than a short last one."""
         stop, num_chunks = start + num_rows, max(1, -(-num_rows // self.chunk_rows))
         size = max(1, -(-num_rows // num_chunks))
         return (slice(i, min(i + size, stop)) for i in range(start, stop, size))
 
     def options(self, impl: str) -> tuple[bool, int, int, str]:
-        """The values of `OPTIONS`."""
+        """Return the values of `OPTIONS`."""
         return self.fp32_logits, self.chunk_rows, self.whole_rows, impl
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
-        """[C, V], in fp32 if asked for, else in the dtype of the hidden states. Rows begin at
-        multiples of 16 bytes: a kernel then sums each alike, whatever its place.
+        """Return the logits [C, V], in fp32 if asked for, else in the dtype of the hidden states.
+        Rows begin at multiples of 16 bytes: a kernel then sums each alike, whatever its place.
         """
         dtype = dtype_of_results(hidden_CD.dtype) if self.fp32_logits else hidden_CD.dtype
         num_vocab, width = len(self.weight_VD), max(1, 16 // dtype.itemsize)
         stride = -(-num_vocab // width) * width
-        whole = hidden_CD.new_empty((len(hidden_CD), stride), dtype=dtype)
+        padded = hidden_CD.new_empty((len(hidden_CD), stride), dtype=dtype)
         # oneDNN multiplies what lies between rows by zero (torch 2.13 on AMX): NaN, if it was that.
-        whole[:, num_vocab:] = 0
-        out_CV = whole[:, :num_vocab]
+        padded[:, num_vocab:] = 0
+        out_CV = padded[:, :num_vocab]
         if self.bias_V is None or dtype != hidden_CD.dtype:
             _product(hidden_CD, self.weight_VD.t(), out_CV)
             return out_CV if self.bias_V is None else out_CV.add_(self.bias_V)
@@ -87,18 +87,18 @@ def new_head(
     check_head(hidden_TD, weight_VD, bias_V)
     num_vocab, size, is_cuda = len(weight_VD), hidden_TD.element_size(), hidden_TD.is_cuda
     row_bytes = bytes_per_row(num_vocab, size, fp32_logits)
-    num_rows, more_rows = default_rows(num_vocab, is_cuda), 0
+    num_rows, extra_rows = default_rows(num_vocab, is_cuda), 0
     if memory_budget is not None:
         num_rows = memory_budget // row_bytes
     elif weight_VD.requires_grad:
         # One chunk has dW in the head's dtype where several have it in fp32.
-        more_rows = max(0, 4 - size) * weight_VD.numel() // row_bytes
+        extra_rows = max(0, 4 - size) * weight_VD.numel() // row_bytes
     if num_rows < 1:
         raise ValueError(
             f"memory_budget={memory_budget} bytes must hold at least one row of logits, which "
             f"takes {row_bytes}"
         )
-    return LMHead(weight_VD, bias_V, fp32_logits, num_rows, num_rows + more_rows)
+    return LMHead(weight_VD, bias_V, fp32_logits, num_rows, num_rows + extra_rows)
 
 
 def bytes_per_row(num_vocab: int, size: int, fp32_logits: bool) -> int:
@@ -107,7 +107,7 @@ def bytes_per_row(num_vocab: int, size: int, fp32_logits: bool) -> int:
 
 
 def default_rows(num_vocab: int, on_gpu: bool) -> int:
-    """Rows of a chunk where no budget is given."""
+    """Return the rows of a chunk where no budget is given."""
     return 4096 if on_gpu else max(16, 2**23 // num_vocab)
 
 
@@ -130,7 +130,7 @@ class Gradients:
 
     @classmethod
     def empty(cls, hidden_TD: Tensor, head: LMHead, needs: Sequence[bool]) -> Gradients:
-        """Gradients of those of hidden, weight and bias that need one."""
+        """Make gradients of those of hidden, weight and bias that need one."""
         dtype, device = dtype_of_results(hidden_TD.dtype), hidden_TD.device
         hidden = bias = None
         if needs[0]:
@@ -140,7 +140,7 @@ class Gradients:
         return cls(hidden, bias, needs[1])
 
     def clear_hidden(self, row_C: Tensor | slice = slice(None)) -> None:
-        """Rows of which not all will be written."""
+        """Zero rows of which not all will be written."""
         if self.hidden_TD is not None:
             self.hidden_TD[row_C] = 0
 
@@ -179,28 +179,29 @@ class Gradients:
         if self.weight_VD is not None:
             _accumulate(dlogits_CV.t(), hidden_CD, self.weight_VD)
         elif self.needs_weight:
-            own = hidden_CD.dtype
-            dtype, shape = own if is_only else dtype_of_results(own), head.weight_VD.shape
+            # A sum over chunks in 16 bits would round at each of them; one product rounds once.
+            dtype = hidden_CD.dtype if is_only else dtype_of_results(hidden_CD.dtype)
+            shape = head.weight_VD.shape
             self.weight_VD = torch.empty(shape, dtype=dtype, device=hidden_CD.device)
             _product(dlogits_CV.t(), hidden_CD, self.weight_VD)
         if self.bias_V is not None:
             self.bias_V += dlogits_CV.sum(0, dtype=self.bias_V.dtype)
 
     def as_outputs(self, head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
-        """The three gradients in the head's dtype; an empty tensor for each that is not needed."""
+        """Return the three gradients in the head's dtype; an empty tensor where none is needed."""
         example, weight_VD = head.weight_VD, self.weight_VD
         if weight_VD is None and self.needs_weight:  # no chunk had a row
             weight_VD = torch.zeros(example.shape, dtype=example.dtype, device=example.device)
-        found = (self.hidden_TD, weight_VD, self.bias_V)
         hidden, weight, bias = (
-            example.new_empty((0,)) if g is None else g.to(example.dtype) for g in found
+            example.new_empty((0,)) if g is None else g.to(example.dtype)
+            for g in (self.hidden_TD, weight_VD, self.bias_V)
         )
         return hidden, weight, bias
 
 
 def _product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
-    """out = a b; 16-bit operands may give an fp32 result. Autocast has no say where `out` is given,
-    nor in place.
+    """Write out = a b; 16-bit operands may give an fp32 result. Autocast has no say where `out` is
+    given, nor in place.
     """
     dtype = out_MN.dtype
     if a_MK.dtype == dtype:
@@ -212,7 +213,7 @@ def _product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
 
 
 def _accumulate(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
-    """out += a b, likewise: the sum is not rounded to 16 bits."""
+    """Add out += a b, likewise: the sum is not rounded to 16 bits."""
     dtype = out_MN.dtype
     if a_MK.dtype == dtype:
         out_MN.addmm_(a_MK, b_KN)
@@ -237,7 +238,7 @@ class ScoredChunk:
         return cls(logits_CV, targets, compute_scores(impl, logits_CV, targets))
 
     def gradient(self, slopes: Slopes, dtype: torch.dtype, impl: str) -> Tensor:
-        """The gradient by the logits, in the dtype of the hidden states."""
+        """Return the gradient by the logits, in the dtype of the hidden states."""
         out_CV = gradient_buffer(self.logits_CV, dtype)
         write_gradient(
             impl, self.logits_CV, self.targets, scored=self.scored, slopes=slopes, out_TV=out_CV
@@ -246,14 +247,14 @@ class ScoredChunk:
 
 
 def gradient_buffer(logits_CV: Tensor, dtype: torch.dtype) -> Tensor:
-    """The logits themselves for dlogits to go over, or a 16-bit buffer where the logits are fp32
-    and the products are not.
+    """Return the logits themselves for dlogits to go over, or a 16-bit buffer where the logits are
+    fp32 and the products are not.
     """
     return logits_CV if logits_CV.dtype == dtype else torch.empty_like(logits_CV, dtype=dtype)
 
 
 def walk_scores(head: LMHead, hidden_TD: Tensor, targets: Targets, impl: str) -> Tensor:
-    """`score_3T`; rows with a negative target are not computed."""
+    """Return `score_3T`; rows with a negative target are not computed."""
     score_3T = targets.temperature_T.new_zeros(Score.NUM, len(targets))
     index_A = (targets.ids_T >= 0).nonzero()[:, 0]
     if len(index_A) < len(targets):

@@ -31,7 +31,7 @@ from flowkernels.targets import TARGETS, SamplingMask, Slopes, Targets, unflatte
 CHUNK_ELEMENTS = 2**19
 """Elements of a chunk of the torch reference; two fp32 buffers of them stay in a core's share of
 the cache."""
-_FAR = -1000.0  # exp of it is 0, and 0 times it is 0, which 0 times -inf is not
+_MIN_EXPONENT = -1000.0  # exp of it is 0, and 0 times it is 0, which 0 times -inf is not
 
 
 class Score:
@@ -71,7 +71,7 @@ class LogProbs:
     """Log-sum-exp of the row at the temperature."""
 
     def view(self, shape: Sequence[int]) -> LogProbs:
-        """The same, seen in the shape of the targets."""
+        """Return the results in the shape of the targets."""
         return LogProbs(*(getattr(self, f.name).view(shape) for f in fields(self)))
 
 
@@ -96,8 +96,8 @@ class Forward:
 
 
 def empty_rows(logits_TV: Tensor) -> Tensor:
-    """An empty tensor like the logits, each of whose rows lies to multiples of 16 bytes as that of
-    the logits does: kernels then read and write both 16 bytes at a time.
+    """Return an empty tensor like the logits, each of whose rows lies to multiples of 16 bytes as
+    that of the logits does: kernels then read and write both 16 bytes at a time.
     """
     num_rows, num_vocab = logits_TV.shape
     width = 16 // logits_TV.element_size()
@@ -106,7 +106,7 @@ def empty_rows(logits_TV: Tensor) -> Tensor:
 
 
 def row_chunks(logits_TV: Tensor) -> Iterator[slice]:
-    """Chunks of rows that fit a CPU cache."""
+    """Yield chunks of rows that fit a CPU cache."""
     num_rows, num_vocab = logits_TV.shape
     size = max(1, CHUNK_ELEMENTS // max(num_vocab, 1))
     return (slice(i, min(i + size, num_rows)) for i in range(0, num_rows, size))
@@ -123,7 +123,7 @@ def forward_torch(logits_CV: Tensor, targets: Targets) -> Forward:
     t_target_C = torch.where(targets.ids_T < num_vocab, t_target_C, torch.nan)
     mask = None if targets.mask is None else targets.mask.trimmed()
     t_mask_K = None if mask is None else t_CV[mask.row_of_ids(), mask.token_ids_K]
-    e_CV = t_CV.clamp_(min=_FAR).exp()  # clamped: no 0 * -inf further down
+    e_CV = t_CV.clamp_(min=_MIN_EXPONENT).exp()  # clamped: no 0 * -inf further down
     total_C = _row_sums(e_CV)
     log_total_C = total_C.log()
     moment_C = _row_sums(e_CV * t_CV)
@@ -164,16 +164,16 @@ def backward_torch(
     # apart, in fp32, and put in place at the end; the target's last, which a mask may name too.
     a_row_C = a_C if mask is None else torch.where(mask.is_truncated(), 0.0, a_C)
     a_row_C = a_row_C if d_C is None else a_row_C + d_C
-    spots = []
+    overwrites = []
     if mask is not None and forward.t_mask_K is not None:
         row_K = mask.row_of_ids()
         gradient_K = _gradient_at(forward, row_K, forward.t_mask_K, a_C, c_C, d_C)
-        spots.append((row_K, mask.token_ids_K, gradient_K))
+        overwrites.append((row_K, mask.token_ids_K, gradient_K))
     ids_C = forward.targets.ids_T
     row_K = ((ids_C >= 0) & (ids_C < logits_CV.shape[1])).nonzero()[:, 0]
     gradient_K = _gradient_at(forward, row_K, forward.t_target_C[row_K], a_C, c_C, d_C)
     gradient_K -= a_C[row_K]
-    spots.append((row_K, ids_C[row_K], gradient_K))
+    overwrites.append((row_K, ids_C[row_K], gradient_K))
     factor_CV = (a_row_C * p_C)[:, None]
     if c_C is not None:
         log_p_CV = forward.t_CV.add_((forward.entropy_C - forward.log_total_C)[:, None])
@@ -184,7 +184,7 @@ def backward_torch(
         torch.mul(forward.e_CV, factor_CV, out=out_CV)
     else:
         out_CV.copy_(forward.e_CV.mul_(factor_CV))
-    for row_K, ids_K, gradient_K in spots:
+    for row_K, ids_K, gradient_K in overwrites:
         slope_K = 1.0 if slope_CV is None else slope_CV[row_K, ids_K]
         out_CV.index_put_((row_K, ids_K), (gradient_K * slope_K).to(out_CV.dtype))
     is_zero_C = a_C == 0
@@ -194,16 +194,16 @@ def backward_torch(
 
 
 def _capped(logits_CV: Tensor, softcap: float | None) -> Tensor:
-    """The logits in fp32 (fp64 stays fp64), not yet divided by the temperature; the caller must not
-    write to them.
+    """Return the logits in fp32 (fp64 stays fp64), not yet divided by the temperature; the caller
+    must not write to them.
     """
     x_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
     return (x_CV / softcap).tanh_().mul_(softcap) if softcap else x_CV
 
 
 def _row_sums(x_CV: Tensor) -> Tensor:
-    """Sums of rows. A row alone is summed as it is among others: torch would spread it over
-    threads, in an order of its own.
+    """Return the sums of rows. A row alone is summed as it is among others: torch would spread it
+    over threads, in an order of its own.
     """
     return x_CV.sum(-1) if len(x_CV) != 1 else x_CV.expand(2, -1).sum(-1)[:1]
 
@@ -216,9 +216,9 @@ def _gradient_at(
     c_C: Tensor | None,
     d_C: Tensor | None,
 ) -> Tensor:
-    """a p^S + c p (log p + H) + d p at single elements; without the target's own term."""
+    """Return a p^S + c p (log p + H) + d p at single elements; without the target's own term."""
     g_K = a_C[row_K] * (t_K - forward.masked_log_total_C[row_K]).exp()
-    log_p_K = t_K.clamp(min=_FAR) - forward.log_total_C[row_K]
+    log_p_K = t_K.clamp(min=_MIN_EXPONENT) - forward.log_total_C[row_K]
     if c_C is not None:
         g_K += c_C[row_K] * log_p_K.exp() * (log_p_K + forward.entropy_C[row_K])
     return g_K if d_C is None else g_K + d_C[row_K] * log_p_K.exp()
@@ -227,18 +227,18 @@ def _gradient_at(
 def _masked_log_total(
     mask: SamplingMask, ids_C: Tensor, t_mask_K: Tensor, t_target_C: Tensor
 ) -> Tensor:
-    """log sum exp t over the mask's ids and the target, which is counted once."""
+    """Return log sum exp t over the mask's ids and the target, which is counted once."""
     row_K = mask.row_of_ids()
     is_target_K = (mask.token_ids_K == ids_C[row_K]).to(torch.int64)
     is_missing_C = torch.zeros_like(ids_C).index_add_(0, row_K, is_target_K) == 0
     top_C = t_target_C.scatter_reduce(0, row_K, t_mask_K, "amax")
-    own_C = torch.where(is_missing_C, (t_target_C - top_C).exp(), 0.0)
-    return top_C + own_C.index_add(0, row_K, (t_mask_K - top_C[row_K]).exp()).log()
+    target_term_C = torch.where(is_missing_C, (t_target_C - top_C).exp(), 0.0)
+    return top_C + target_term_C.index_add(0, row_K, (t_mask_K - top_C[row_K]).exp()).log()
 
 
 @with_launcher("flowkernels.logprobs_triton")
 def compute_scores(logits_TV: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-    """(`Score` rows [3, T], `State` rows [4, T])."""
+    """Return (`Score` rows [3, T], `State` rows [4, T])."""
     score_3T = targets.temperature_T.new_empty(Score.NUM, len(targets))
     state_4T = targets.temperature_T.new_zeros(State.NUM, len(targets))
     for chunk in row_chunks(logits_TV):
@@ -261,14 +261,14 @@ def write_gradient(
     is what `compute_scores` returned, which spares the kernels a read and the reference nothing.
     """
     for chunk in row_chunks(logits_TV):
-        logits_CV, part = logits_TV[chunk], targets[chunk]
-        is_row_C, of_chunk = part.ids_T >= 0, slopes[chunk]
+        logits_CV, chunk_targets, slope = logits_TV[chunk], targets[chunk], slopes[chunk]
+        is_row_C, temperature_C = chunk_targets.ids_T >= 0, chunk_targets.temperature_T
         a_C, c_C, d_C = (
-            None if x is None else torch.where(is_row_C, sign * x / part.temperature_T, 0.0)
-            for sign, x in ((-1, of_chunk.logprob_T), (-1, of_chunk.entropy_T), (1, of_chunk.lse_T))
+            None if x is None else torch.where(is_row_C, sign * x / temperature_C, 0.0)
+            for sign, x in ((-1, slope.logprob_T), (-1, slope.entropy_T), (1, slope.lse_T))
         )
         assert a_C is not None
-        forward = forward_torch(logits_CV, part)
+        forward = forward_torch(logits_CV, chunk_targets)
         backward_torch(forward, logits_CV, a_C, c_C, out_TV[chunk], d_C)
 
 
@@ -328,8 +328,8 @@ def _(logits: Tensor, *_: object) -> Tensor:
 
 
 def scores(logits_TV: Tensor, targets: Targets, impl: str) -> tuple[Tensor, Tensor]:
-    """`compute_scores` as an operator: its scores are differentiable by the logits, by a second
-    read of them.
+    """Call `compute_scores` as an operator: its scores are differentiable by the logits, by a
+    second read of them.
     """
     result: tuple[Tensor, Tensor] = _scores_op(logits_TV, *targets.flat(), impl)
     return result

@@ -12,6 +12,11 @@ from flowkernels.row_gradients_triton import backward_row
 from flowkernels.rows_triton import (
     LN2,
     LOG2E,
+    Mask,
+    Row,
+    RowSlopes,
+    ScoredRow,
+    Statistics,
     add_mask,
     one_pass,
     row_arguments,
@@ -36,24 +41,24 @@ def score_kernel(
     ALIGNMENT: tl.constexpr,
     LANES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes score [3, T] and state [4, T] of every row."""
-    mask_ptrs = (mask_ids_ptr, mask_offsets_ptr, mask_copy_ptr)
+    """Write score [3, T] and state [4, T] of every row."""
+    mask = Mask(mask_ids_ptr, mask_offsets_ptr, mask_copy_ptr)
     index = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + index)
     if target >= 0:
         row_ptr = logits_ptr + index * row_stride
         temperature = tl.load(temperature_ptr + index * temperature_stride)
-        row = (row_ptr, num_vocab, 1.0 / temperature * LOG2E, softcap)
+        row = Row(row_ptr, num_vocab, 1.0 / temperature * LOG2E, softcap)
         logp, scored, _ = score_row(
-            row, index, target, mask_ptrs=mask_ptrs, ALIGNMENT=ALIGNMENT,
+            row, index, target, mask=mask, ALIGNMENT=ALIGNMENT,
             POLICY="evict_first", LANES=LANES, WIDTH=WIDTH,
         )  # fmt: skip
-        _, full, masked, _ = scored
-        top, log2_total, entropy = full
+        top, log2_total, entropy = scored.full
         lse = (top + log2_total) * LN2
         # In the order of `Score` and `State`.
         store_all(score_ptr + index, num_rows, (logp, entropy, lse), NUM_SCORES)
-        state = (top, log2_total * LN2, masked[0], masked[1] * LN2)
+        masked = scored.masked
+        state = (top, log2_total * LN2, masked.top, masked.log2_total * LN2)
         store_all(state_ptr + index, num_rows, state, NUM_STATES)
     else:
         for i in tl.static_range(NUM_SCORES):
@@ -69,15 +74,15 @@ def gradient_kernel(
     row_stride, out_stride, temperature_stride, softcap, ALIGNMENT: tl.constexpr,
     LANES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The gradient with respect to the logits for any upstream gradient of the scores; `out` may be
-    the logits.
+    """Write the gradient by the logits for any upstream gradient of the scores; `out` may be the
+    logits.
     """
-    mask_ptrs = (mask_ids_ptr, mask_offsets_ptr, mask_copy_ptr)
+    mask = Mask(mask_ids_ptr, mask_offsets_ptr, mask_copy_ptr)
     index = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + index)
     temperature = tl.load(temperature_ptr + index * temperature_stride)
     row_ptr = logits_ptr + index * row_stride
-    row = (row_ptr, num_vocab, 1.0 / temperature * LOG2E, softcap)
+    row = Row(row_ptr, num_vocab, 1.0 / temperature * LOG2E, softcap)
     a = tl.where(target >= 0, -tl.load(dlogprob_ptr + index) / temperature, 0.0)
     c, d = None, None
     if dentropy_ptr is not None:
@@ -86,17 +91,17 @@ def gradient_kernel(
         d = tl.where(target >= 0, tl.load(dlse_ptr + index) / temperature, 0.0)
     top = tl.load(state_ptr + TOP * num_rows + index)
     log2_total = tl.load(state_ptr + LOG_TOTAL * num_rows + index) * LOG2E
-    full = (top, log2_total, tl.load(score_ptr + ENTROPY * num_rows + index))
+    full = Statistics(top, log2_total, tl.load(score_ptr + ENTROPY * num_rows + index))
     masked_top = tl.load(state_ptr + MASKED_TOP * num_rows + index)
     masked_log2_total = tl.load(state_ptr + MASKED_LOG_TOTAL * num_rows + index) * LOG2E
-    x_target, _, _, bounds = add_mask(  # for the copy of the logits
-        row, index, target, mask_ptrs=mask_ptrs, full=full, BLOCK=LANES
-    )
-    scored = (x_target, full, (masked_top, masked_log2_total), bounds)
+    # For the copy of the mask's logits alone: the statistics are those of the forward pass.
+    copied = add_mask(row, index, target, mask=mask, full=full, BLOCK=LANES)
+    masked = Statistics(masked_top, masked_log2_total, None)
+    scored = ScoredRow(copied.x_target, full, masked, copied.begin, copied.end)
     row_out_ptr = out_ptr + index * out_stride
     backward_row(
-        row, row_out_ptr, target, scored=scored, mask_ptrs=mask_ptrs, slopes=(a, c, d), last=None,
-        ALIGNMENT=ALIGNMENT, LANES=LANES, WIDTH=WIDTH,
+        row, row_out_ptr, target, scored=scored, mask=mask, slopes=RowSlopes(a, c, d),
+        last_block=None, ALIGNMENT=ALIGNMENT, LANES=LANES, WIDTH=WIDTH,
     )  # fmt: skip
 
 
@@ -122,9 +127,9 @@ def write_gradient(
 ) -> None:
     """Launcher; `out_TV` may be the logits."""
     score_3T, state_4T = scored
-    given = (slopes.logprob_T, slopes.entropy_T, slopes.lse_T)
+    inputs = (score_3T, state_4T, slopes.logprob_T, slopes.entropy_T, slopes.lse_T)
     assert out_TV.stride(1) == 1
-    assert all(x is None or x.is_contiguous() for x in (score_3T, state_4T, *given))
+    assert all(x is None or x.is_contiguous() for x in inputs)
     if len(targets):
         gradient_kernel[(len(targets),)](
             **row_arguments(one_pass(targets.softcap), logits_TV, targets, out_TV),

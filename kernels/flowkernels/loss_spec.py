@@ -116,6 +116,7 @@ class LossSpec:
 
 @lru_cache(maxsize=64)
 def decode(text: str) -> LossSpec:
-    """The spec that `LossSpec.encoded` stands for."""
-    given = json.loads(text)
-    return LossSpec(**{**given, "mis": None if given["mis"] is None else tuple(given["mis"])})
+    """Return the spec that `LossSpec.encoded` stands for."""
+    options = json.loads(text)
+    mis = options.pop("mis")
+    return LossSpec(**options, mis=None if mis is None else tuple(mis))

@@ -55,7 +55,7 @@ class LossWalk:
     """Bounds of the sequences where chunks are cut there."""
 
     def run(self, needs: Sequence[bool]) -> tuple[Tensor, Gradients, Tensor, Tensor]:
-        """(loss, gradients, columns, statistics); see `Gradients.empty` for the argument."""
+        """Return (loss, gradients, columns, statistics); see `Gradients.empty` for the argument."""
         gradients = Gradients.empty(self.hidden_TD, self.head, needs)
         column_7T = replace(self, gradients=gradients if any(needs) else None)._columns()
         loss, stats = reduce(self.impl, column_7T, self.inputs.weight_T, self.targets.ids_T)
@@ -73,10 +73,11 @@ class LossWalk:
             weight_T = torch.where(counts_T, self.inputs.weight_T, 0.0)
             inputs = replace(self.inputs, weight_T=weight_T)
             return replace(self, inputs=inputs, bounds=bounds)._walk()
+        # The size is known: `nonzero` would make the host wait once more.
         index_A = torch.nonzero_static(counts_T, size=num_rows)[:, 0]
         if self.gradients is not None:
             self.gradients.clear_hidden()
-        part = replace(
+        compacted = replace(
             self,
             hidden_TD=self.hidden_TD[index_A],
             targets=self.targets.at(index_A, num_mask_ids),
@@ -85,7 +86,7 @@ class LossWalk:
             bounds=bounds,
         )
         column_7T = self.inputs.weight_T.new_zeros(Column.NUM, len(counts_T))
-        column_7T[:, index_A] = part._walk()
+        column_7T[:, index_A] = compacted._walk()
         return column_7T
 
     def _is_cut_at_sequences(self) -> bool:
@@ -107,14 +108,14 @@ class LossWalk:
     def _walk(self) -> Tensor:
         column_7T = self.inputs.weight_T.new_zeros(Column.NUM, len(self.targets))
         walk = replace(self, head=self.head.over(len(self.targets)))
-        one_block = walk._fused_chunk if self.spec.is_fused else walk._scored_block
+        compute = walk._fused_chunk if self.spec.is_fused else walk._scored_block
         for block in walk._blocks():
-            column_7T[:, block] = one_block(block)
+            column_7T[:, block] = compute(block)
         return column_7T
 
     def _blocks(self) -> list[slice]:
-        """Chunks; for a loss of whole sequences, runs of sequences that fit a chunk, and longer
-        ones alone.
+        """Return the chunks; for a loss of whole sequences, runs of sequences that fit a chunk, and
+        longer ones alone.
         """
         num_rows = len(self.targets)
         if not self.bounds:
@@ -129,7 +130,7 @@ class LossWalk:
         return [*blocks, slice(start, num_rows)] if num_rows > start else blocks
 
     def _fused_chunk(self, chunk: slice) -> Tensor:
-        """One product, the row kernel over its result, two products."""
+        """Compute a chunk: one product, the row kernel over its result, two products."""
         hidden_CD = self.hidden_TD[chunk]
         logits_CV = self.head.logits(hidden_CD)
         out_CV = None if self.gradients is None else gradient_buffer(logits_CV, hidden_CD.dtype)
@@ -142,31 +143,31 @@ class LossWalk:
         return column_7C
 
     def _scored_block(self, block: slice) -> Tensor:
-        """The loss of rows that is known only together: scores of all, their loss, then gradients.
-        The logits of a block of one chunk are computed once, those of a longer one twice where a
-        chunk has rows with a gradient.
+        """Compute the loss of rows that is known only together: scores of all, their loss, then
+        gradients. The logits of a block of one chunk are computed once, those of a longer one twice
+        where a chunk has rows with a gradient.
         """
         chunks = list(self.head.chunks(block.stop - block.start, block.start))
-        only = self._scored(chunks[0]) if len(chunks) == 1 else None
+        single = self._scored(chunks[0]) if len(chunks) == 1 else None
         scores = (self._scored(chunk).scored[0] for chunk in chunks)
-        score_3B = torch.cat(list(scores), 1) if only is None else only.scored[0]
+        score_3B = torch.cat(list(scores), 1) if single is None else single.scored[0]
         tokens = self.inputs[block].scored(*score_3B)
         token = token_loss(self.spec, tokens)
         column_7B = torch.where(tokens.weight_T != 0, to_columns(token, tokens), 0.0)
         if self.gradients is None:
             return column_7B
         slopes = token.weighted_slopes(tokens.weight_T)
-        skips = self.compact == "chunks" and only is None
+        skips = self.compact == "chunks" and single is None
         for chunk in chunks:
-            inner = slice(chunk.start - block.start, chunk.stop - block.start)
-            if skips and not column_7B[Column.HAS_GRADIENT, inner].any():
-                self.gradients.clear_hidden(self._places(chunk))
+            rows = slice(chunk.start - block.start, chunk.stop - block.start)
+            if skips and not column_7B[Column.HAS_GRADIENT, rows].any():
+                self.gradients.clear_hidden(self._row_index(chunk))
                 continue
-            scored = self._scored(chunk) if only is None else only
-            out_CV = scored.gradient(slopes[inner], self.hidden_TD.dtype, self.impl)
-            only = None
+            scored = self._scored(chunk) if single is None else single
+            out_CV = scored.gradient(slopes[rows], self.hidden_TD.dtype, self.impl)
+            single = None  # or it would hold the logits
             del scored  # logits in fp32 are needed no more
-            self._add(chunk, out_CV, column_7B[:, inner])
+            self._add(chunk, out_CV, column_7B[:, rows])
             del out_CV  # before the next chunk's logits are made
         return column_7B
 
@@ -176,9 +177,9 @@ class LossWalk:
     def _add(self, chunk: slice, dlogits_CV: Tensor, column_7C: Tensor) -> None:
         assert self.gradients is not None
         active_C = column_7C[Column.HAS_GRADIENT] != 0 if self.compact == "chunks" else None
-        row_C, hidden_CD = self._places(chunk), self.hidden_TD[chunk]
+        row_C, hidden_CD = self._row_index(chunk), self.hidden_TD[chunk]
         is_only = len(hidden_CD) == len(self.hidden_TD)
         self.gradients.add(self.head, hidden_CD, dlogits_CV, row_C, active_C, is_only)
 
-    def _places(self, chunk: slice) -> Tensor | slice:
+    def _row_index(self, chunk: slice) -> Tensor | slice:
         return chunk if self.row_T is None else self.row_T[chunk]

@@ -20,15 +20,15 @@ from flowkernels.loss_spec import LossSpec
 
 
 def divergent_log_ratios(log_ratio_T: Tensor, advantage_T: Tensor, weight_T: Tensor) -> Tensor:
-    """|d| of the tokens that count and have A d > 0: what `m2po_clip` wants of all micro-batches
-    and ranks.
+    """Return |d| of the tokens that count and have A d > 0: what `m2po_clip` wants of all
+    micro-batches and ranks.
     """
     return log_ratio_T[(weight_T != 0) & (advantage_T * log_ratio_T > 0)].abs()
 
 
 def m2po_clip(spec: LossSpec, size_M: Tensor, threshold: float) -> LossSpec:
-    """The loss with a clip that leaves a mean square of at most `threshold` in `size_M`; never a
-    wider clip than the one it has.
+    """Return the loss with a clip that leaves a mean square of at most `threshold` in `size_M`;
+    never a wider clip than the one it has.
     """
     bound = min(second_moment_bound(size_M, threshold), spec.log_ratio_limit)
     return replace(
@@ -39,7 +39,7 @@ def m2po_clip(spec: LossSpec, size_M: Tensor, threshold: float) -> LossSpec:
 
 
 def second_moment_bound(size_M: Tensor, threshold: float) -> float:
-    """tau; inf where nothing has to go. Equal ones stay or go together.
+    """Return tau; inf where nothing has to go. Equal sizes stay or go together.
 
     Example: sizes 0.1, 0.2, 0.3 and 0.4 have the mean squares 0.01, 0.025, 0.047 and 0.075 up to
     each; with 0.05 the last goes: 0.35.
@@ -49,5 +49,6 @@ def second_moment_bound(size_M: Tensor, threshold: float) -> float:
     num_kept = int((mean_M <= threshold).sum())  # a mean of ascending numbers ascends
     if num_kept == len(size_M):
         return math.inf
-    kept_M = size_M[size_M < size_M[num_kept]]
-    return (float(size_M[num_kept]) + (float(kept_M[-1]) if len(kept_M) else 0.0)) / 2
+    # Equal sizes go together, so the largest that stays is below the first that goes.
+    smaller_M = size_M[size_M < size_M[num_kept]]
+    return (float(size_M[num_kept]) + (float(smaller_M[-1]) if len(smaller_M) else 0.0)) / 2

@@ -15,8 +15,8 @@ Head = tuple[Tensor, Tensor, Tensor | None]
 
 
 def flat_rows(name: str, rows: Tensor, *, may_copy: bool = True) -> Tensor:
-    """[..., X] as [T, X]: a view, or a copy where the rows do not lie at one distance from each
-    other and one may be made.
+    """Return [..., X] as [T, X]: a view, or a copy where the rows do not lie at one distance from
+    each other and one may be made.
     """
     check_plain(name, rows)
     if rows.dim() <= 2:
@@ -35,14 +35,14 @@ def flat_rows(name: str, rows: Tensor, *, may_copy: bool = True) -> Tensor:
 
 
 def plain_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Head:
-    """Flat hidden states with a whole weight and bias, in one dtype if autocast is to choose it."""
-    weight = _gathered(weight)
-    bias = None if bias is None else _gathered(bias)
+    """Return flat hidden states, full weight and bias, in one dtype if autocast chooses it."""
+    weight = _gather(weight)
+    bias = None if bias is None else _gather(bias)
     head = flat_rows("hidden_TD", hidden), weight, bias
     dtypes = {x.dtype for x in head if x is not None}
     device = hidden.device.type
-    is_unlike = len(dtypes) > 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
-    if not is_unlike or not torch.is_autocast_enabled(device):
+    is_mixed = len(dtypes) > 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}
+    if not is_mixed or not torch.is_autocast_enabled(device):
         return head
     dtype = torch.get_autocast_dtype(device)
     return head[0].to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -55,21 +55,22 @@ def check_plain(name: str, tensor: Tensor) -> None:
         )
 
 
-def _gathered(tensor: Tensor) -> Tensor:
-    """All of a DTensor. Its gradient is the mean over the ranks, as FSDP2 takes it, who have tokens
-    of their own; the mean of one and the same gradient is right too.
+def _gather(tensor: Tensor) -> Tensor:
+    """Return all of a DTensor. Its gradient is the mean over the ranks, as FSDP2 takes it, who have
+    tokens of their own; the mean of one and the same gradient is right too.
     """
     sharded = _as_dtensor(tensor)
     if sharded is None:
         return tensor
     from torch.distributed.tensor import Partial
 
-    whole: Tensor = sharded.full_tensor(grad_placements=[Partial("avg")] * sharded.device_mesh.ndim)
-    return whole
+    placements = [Partial("avg")] * sharded.device_mesh.ndim
+    full_tensor: Tensor = sharded.full_tensor(grad_placements=placements)
+    return full_tensor
 
 
 def _as_dtensor(tensor: Tensor) -> Any:
-    """The tensor if it is a DTensor, whose module is slow to import and seldom needed."""
+    """Return the tensor if it is a DTensor, whose module is slow to import and seldom needed."""
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return None
     from torch.distributed.tensor import DTensor

@@ -17,12 +17,7 @@ import torch
 from torch import Tensor
 
 from flowkernels import statistics
-from flowkernels.arguments import (
-    check_logits,
-    check_targets,
-    check_token_inputs,
-    dtype_of_results,
-)
+from flowkernels.arguments import check_logits, check_targets, check_token_inputs, dtype_of_results
 from flowkernels.implementations import resolve_impl, with_launcher
 from flowkernels.logprobs import (
     backward_torch,
@@ -36,13 +31,7 @@ from flowkernels.loss_spec import LossSpec
 from flowkernels.plain_tensors import flat_rows
 from flowkernels.statistics import Column, to_columns
 from flowkernels.targets import TARGETS, SamplingMask, Slopes, Targets, unflatten
-from flowkernels.token_loss import (
-    INPUTS,
-    TokenInputs,
-    TokenLossFn,
-    token_loss,
-    unflatten_inputs,
-)
+from flowkernels.token_loss import INPUTS, TokenInputs, TokenLossFn, token_loss, unflatten_inputs
 
 TAKEN_TWICE = (
     "the gradient of a policy loss was taken twice; it is handed over at the first backward pass"
@@ -77,7 +66,7 @@ class PolicyLoss:
         )
 
     def view(self, shape: Sequence[int]) -> PolicyLoss:
-        """The same, with the log-probs and entropies seen in the shape of the targets."""
+        """Return the result with log-probs and entropies in the shape of the targets."""
         logprob_T, entropy_T = self.logprob_T.view(shape), self.entropy_T.view(shape)
         return replace(self, logprob_T=logprob_T, entropy_T=entropy_T)
 
@@ -112,7 +101,7 @@ def run_loss(
 def scored_loss(
     spec: LossSpec | TokenLossFn, inputs: TokenInputs, score_3T: Tensor, target_ids_T: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Slopes]:
-    """(loss, columns, statistics, slopes) of tokens that have been scored; in torch, so that
+    """Return (loss, columns, statistics, slopes) of tokens that have been scored; in torch, so that
     torch.compile can trace it.
     """
     weight_T = torch.where(target_ids_T >= 0, inputs.weight_T, 0.0)
@@ -124,11 +113,12 @@ def scored_loss(
 
 
 def add_slopes(loss: Tensor, score_3T: Tensor, slopes: Slopes) -> Tensor:
-    """Add a zero that has the gradient: x - x.detach() is 0 with slope 1."""
-    found = (slopes.logprob_T, slopes.entropy_T, slopes.lse_T)  # in the order of `Score`
-    slope_3T = torch.stack([torch.zeros_like(found[0]) if x is None else x for x in found])
-    moved_3T = torch.where(slope_3T != 0, score_3T - score_3T.detach(), 0.0)
-    return loss + (slope_3T * moved_3T).sum()
+    """Add a zero to the loss that carries its gradient: x - x.detach() is 0 with slope 1."""
+    slopes_T = (slopes.logprob_T, slopes.entropy_T, slopes.lse_T)  # in the order of `Score`
+    slope_3T = torch.stack([torch.zeros_like(slopes_T[0]) if x is None else x for x in slopes_T])
+    # Where the slope is 0 the score may be infinite, and inf - inf is NaN.
+    zero_3T = torch.where(slope_3T != 0, score_3T - score_3T.detach(), 0.0)
+    return loss + (slope_3T * zero_3T).sum()
 
 
 @torch.library.custom_op(
@@ -138,7 +128,7 @@ def add_slopes(loss: Tensor, score_3T: Tensor, slopes: Slopes) -> Tensor:
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _policy_loss_op(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """(loss, gradient or an empty tensor, columns, statistics)."""
+    """Return (loss, gradient or an empty tensor, columns, statistics)."""
     *flat, needs_gradient, impl = arguments
     targets, (spec, inputs) = unflatten(*flat[:5]), unflatten_inputs(*flat[5:])
     dlogits_TV = empty_rows(logits) if needs_gradient else logits.new_empty((0,))
@@ -156,7 +146,7 @@ def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 def fake_results(example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty (loss, columns, statistics) for the fake kernels of operators."""
+    """Return empty (loss, columns, statistics) for the fake kernels of operators."""
     dtype = dtype_of_results(example.dtype)
     return (
         example.new_empty((), dtype=dtype),
@@ -180,9 +170,9 @@ def register_gradients(operator: Any) -> None:
         if hasattr(ctx, "is_taken"):
             raise RuntimeError(TAKEN_TWICE)
         ctx.is_taken = True
-        given = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-        found = [_scaled(gradient, dloss) if need else None for gradient, need in given]
-        return *found, *[None] * (len(ctx.needs_input_grad) - len(found))
+        saved = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        gradients = [_scaled(gradient, dloss) if need else None for gradient, need in saved]
+        return *gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients))
 
     operator.register_autograd(backward, setup_context=save)
 
@@ -191,14 +181,14 @@ register_gradients(_policy_loss_op)
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> None:
-    """gradient *= factor. A factor of 1, as `loss.backward()` sends it, costs nothing."""
+    """Scale the gradient in place. A factor of 1, as `loss.backward()` sends it, costs nothing."""
     if gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64:
         from flowkernels import policy_loss_triton
 
         policy_loss_triton.scale_(gradient, factor)
     elif gradient.is_cuda or float(factor) != 1.0:
-        for part in gradient.split(64):  # in fp32, and without a copy of all of it
-            part.copy_(part.to(torch.promote_types(part.dtype, factor.dtype)) * factor)
+        for rows in gradient.split(64):  # in fp32, and without a copy of all of it
+            rows.copy_(rows.to(torch.promote_types(rows.dtype, factor.dtype)) * factor)
     torch.autograd.graph.increment_version(gradient)  # it may be taken once
 
 
@@ -212,12 +202,12 @@ def scale_rows_(gradient: Tensor, factor: Tensor) -> None:
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """gradient * factor: in place, but for a tracer, to which the gradient is an output that must
-    stay.
+    """Return gradient * factor: in place, but for a tracer, to which the gradient is an output that
+    must stay.
     """
     if type(gradient) is not Tensor:
-        wide = gradient.to(torch.promote_types(gradient.dtype, factor.dtype))
-        return (wide * factor).to(gradient.dtype)
+        fp32_gradient = gradient.to(torch.promote_types(gradient.dtype, factor.dtype))
+        return (fp32_gradient * factor).to(gradient.dtype)
     scale_rows_(gradient, factor)
     return gradient
 
@@ -345,6 +335,7 @@ def _run(
         flat = (*targets.flat(), *inputs.flat(), spec.encoded)
         loss, _, column_7T, stats = _policy_loss_op(logits_TV, *flat, needs_gradient, impl)
     if writes:
+        # So autograd refuses an earlier use of the logits, whose backward pass would read garbage.
         torch.autograd.graph.increment_version(logits_TV)
         loss = HandOver.apply(loss, logits_TV)
     return PolicyLoss.of(loss, column_7T, stats)

@@ -13,6 +13,9 @@ from flowkernels.loss_spec import KLS, LossSpec
 from flowkernels.row_gradients_triton import backward_row, write_zeros
 from flowkernels.rows_triton import (
     LOG2E,
+    Mask,
+    Row,
+    RowSlopes,
     clamp,
     one_pass,
     row_arguments,
@@ -52,7 +55,7 @@ def _expm1(x) -> tl.tensor:
 
 @triton.jit
 def _kl(raw, limit, KL: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """(estimate, derivative by logp) with raw = other - logp, as in `token_loss._kl`."""
+    """Return (estimate, derivative by logp) with raw = other - logp, as in `token_loss._kl`."""
     u = clamp(raw, -limit, limit)
     if KL == K1:
         kl, slope = -u, u * 0.0 + 1.0
@@ -70,7 +73,7 @@ def _kl(raw, limit, KL: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
 def _policy_term(
     logp, log_ratio, advantage, clip_low, clip_high, dual_clip, limit, LOSS_TYPE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(loss, derivative by logp, clipped), as in `token_loss`."""
+    """Return (loss, derivative by logp, clipped), as in `token_loss`."""
     ratio = tl.exp(clamp(log_ratio, -limit, limit))
     if LOSS_TYPE == NLL:
         slope = -advantage
@@ -101,11 +104,11 @@ def loss_kernel(
     entropy_coef, limit, LOSS_TYPE: tl.constexpr, KL: tl.constexpr, ALIGNMENT: tl.constexpr,
     LANES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The columns [7, T], and the gradient into `out` unless that is None; it may be the logits.
-    Other arguments that may be None: mask, old, ref, softcap, dual_clip, entropy_coef. Rows of
-    weight 0 are not read.
+    """Write the columns [7, T], and the gradient into `out` unless that is None; it may be the
+    logits. Other arguments that may be None: mask, old, ref, softcap, dual_clip, entropy_coef. Rows
+    of weight 0 are not read.
     """
-    mask_ptrs = (mask_ids_ptr, mask_offsets_ptr, mask_copy_ptr)
+    mask = Mask(mask_ids_ptr, mask_offsets_ptr, mask_copy_ptr)
     index = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + index * row_stride
     row_out_ptr = row_ptr
@@ -116,12 +119,13 @@ def loss_kernel(
     if (weight != 0.0) & (target >= 0):
         temperature = tl.load(temperature_ptr + index * temperature_stride)
         advantage = tl.load(advantage_ptr + index)
-        row = (row_ptr, num_vocab, 1.0 / temperature * LOG2E, softcap)
-        logp, scored, last = score_row(
-            row, index, target, mask_ptrs=mask_ptrs, ALIGNMENT=ALIGNMENT,
+        row = Row(row_ptr, num_vocab, 1.0 / temperature * LOG2E, softcap)
+        logp, scored, last_block = score_row(
+            row, index, target, mask=mask, ALIGNMENT=ALIGNMENT,
+            # The gradient reads the row again, from L2.
             POLICY="evict_first" if out_ptr is None else "evict_last", LANES=LANES, WIDTH=WIDTH,
         )  # fmt: skip
-        entropy = scored[1][2]
+        entropy = scored.full.entropy
         old = logp
         if old_ptr is not None:
             old = tl.load(old_ptr + index)
@@ -138,12 +142,12 @@ def loss_kernel(
         else:
             kl, dkl = _kl(old - logp, limit, K3)
         a = -weight * dlogp / temperature
-        slopes = (a, None, None)
+        slopes = RowSlopes(a, None, None)
         has_gradient = a != 0.0
         if entropy_coef is not None:
             loss -= entropy_coef * entropy
             c = weight * entropy_coef / temperature
-            slopes = (a, c, None)
+            slopes = RowSlopes(a, c, None)
             has_gradient = has_gradient | (c != 0.0)
         columns = (  # in the order of `Column`
             weight * loss, logp, entropy, log_ratio, kl, is_clipped.to(tl.float32),
@@ -152,8 +156,8 @@ def loss_kernel(
         store_all(column_ptr + index, num_rows, columns, NUM_COLUMNS)
         if out_ptr is not None:
             backward_row(
-                row, row_out_ptr, target, scored=scored, mask_ptrs=mask_ptrs, slopes=slopes,
-                last=last, ALIGNMENT=ALIGNMENT, LANES=LANES, WIDTH=WIDTH,
+                row, row_out_ptr, target, scored=scored, mask=mask, slopes=slopes,
+                last_block=last_block, ALIGNMENT=ALIGNMENT, LANES=LANES, WIDTH=WIDTH,
             )  # fmt: skip
     else:
         for i in tl.static_range(NUM_COLUMNS):
@@ -166,7 +170,7 @@ def loss_kernel(
 def statistics_kernel(
     column_ptr, weight_ptr, targets_ptr, loss_ptr, out_ptr, num_rows, BLOCK: tl.constexpr
 ) -> None:
-    """Sums over the rows that count, in the order of `statistics.NAMES`: those of each program, so
+    """Sum over the rows that count, in the order of `statistics.NAMES`: each program its own, so
     that no order is left to chance.
     """
     program = tl.program_id(0)
@@ -216,13 +220,13 @@ def statistics_kernel(
 def merge_kernel(
     losses_ptr, parts_ptr, loss_ptr, out_ptr, num_parts, NUM: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    """The loss and the NUM statistics, from those of up to BLOCK programs."""
+    """Write the loss and the NUM statistics, from those of up to BLOCK programs."""
     offsets = tl.arange(0, BLOCK)
     losses = tl.load(losses_ptr + offsets, mask=offsets < num_parts, other=0.0)
     tl.store(loss_ptr, tl.sum(losses, axis=0))
     is_in = (offsets < num_parts)[:, None] & (offsets < NUM)[None, :]
-    places = offsets[:, None] * NUM + offsets[None, :]
-    parts = tl.load(parts_ptr + places, mask=is_in, other=0.0)
+    entries = offsets[:, None] * NUM + offsets[None, :]
+    parts = tl.load(parts_ptr + entries, mask=is_in, other=0.0)
     total = tl.sum(parts, axis=0)
     largest = tl.max(tl.where(is_in, parts, -float("inf")), axis=0)
     smallest = tl.min(tl.where(is_in, parts, float("inf")), axis=0)
@@ -235,8 +239,8 @@ def merge_kernel(
 
 @triton.jit
 def scale_kernel(gradient_ptr, factor_ptr, num_elements, BLOCK: tl.constexpr) -> None:
-    """gradient *= factor, without touching it when the factor is 1, which is what `loss.backward()`
-    sends.
+    """Scale the gradient in place, without touching it when the factor is 1, which is what
+    `loss.backward()` sends.
     """
     factor = tl.load(factor_ptr)
     if factor != 1.0:

@@ -12,19 +12,14 @@ Rows that do not begin at multiples of 16 bytes, as those of an odd vocabulary, 
 first multiple on; the few elements before it and behind the last one are read apart. Which lane an
 element falls to then depends on where its row begins, and with it the last bit of a result.
 
-Functions share these arguments: `row` = (pointer, num_vocab, scale, softcap) with scale = log2(e) /
-temperature and a softcap that may be None; t = x * scale - top; `full` = (top, log2_total, entropy)
-of the row, with top = the largest x * scale and log2_total = log2 of sum 2^t, `masked` = (top,
-log2_total) over its sampling mask; `mask_ptrs` = (ids, offsets, copy): the ids of all masks, where
-those of each row are, and room for a copy of their logits; `scored` = (logit of the target, full,
-masked, (begin, end) of the row's ids in the mask); `slopes` = (a, c, d), the weights of the
-log-probability, the entropy and the log-sum-exp in the gradient; c and d may be None.
+Functions share the tuples `Row`, `Mask`, `Statistics`, `ScoredRow` and `RowSlopes`; t = x * scale
+- top.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,7 +33,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 ROUNDS = tl.constexpr(4)
 """Loads that a thread has under way at once."""
 _INF = tl.constexpr(float("inf"))
-_FAR = tl.constexpr(-1000.0)  # exp2 of it is 0, and 0 times it is 0, which 0 times -inf is not
+_MIN_EXPONENT = tl.constexpr(-1000.0)  # exp2 of it is 0, and 0 times it is 0, unlike 0 * -inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +73,14 @@ CAPPED_TWO_PASSES = Launch(num_warps=16, max_registers=128, contracts=True)
 
 
 def one_pass(softcap: float | None) -> Launch:
-    """The launch of a kernel that reads a row once."""
+    """Return the launch of a kernel that reads a row once."""
     return ONE_PASS if softcap is None else CAPPED_ONE_PASS
 
 
 def two_passes(logits_TV: Tensor, softcap: float | None) -> Launch:
-    """The launch of the loss. All rows at work at once (132 of 304 kB on an H200, V = 152k) are to
-    fit L2 until they are read again; smaller ones can be more, so that some read while others write
-    (measured: `bench/results/h200/launches.json`).
+    """Return the launch of the loss. All rows at work at once (132 of 304 kB on an H200, V = 152k)
+    are to fit L2 until they are read again; smaller ones can be more, so that some read while
+    others write (measured: `bench/results/h200/launches.json`).
     """
     if softcap is not None:
         return CAPPED_TWO_PASSES
@@ -96,7 +91,7 @@ def two_passes(logits_TV: Tensor, softcap: float | None) -> Launch:
 def row_arguments(
     launch: Launch, logits_TV: Tensor, targets: Targets, out_TV: Tensor | None = None
 ) -> dict[str, Any]:
-    """The arguments that all row kernels take; without a sampling mask its pointers are None."""
+    """Return the arguments of all row kernels; without a sampling mask its pointers are None."""
     mask, device = targets.mask, logits_TV.device
     return {
         "logits_ptr": logits_TV,
@@ -120,24 +115,67 @@ def alignment(logits_TV: Tensor, out_TV: Tensor | None = None) -> str:
     of 16; "alike", between the first and the last multiple, in both tensors at once; "apart", loads
     alone.
     """
-    both = [logits_TV] if out_TV is None else [logits_TV, out_TV]
+    tensors = [logits_TV] if out_TV is None else [logits_TV, out_TV]
     if not any(
-        (x.data_ptr() | x.stride(0) * x.itemsize | x.shape[1] * x.itemsize) % 16 for x in both
+        (x.data_ptr() | x.stride(0) * x.itemsize | x.shape[1] * x.itemsize) % 16 for x in tensors
     ):
         return "whole"
-    begins = {(x.itemsize, x.data_ptr() % 16, x.stride(0) * x.itemsize % 16) for x in both}
-    return "alike" if len(begins) == 1 else "apart"
+    layouts = {(x.itemsize, x.data_ptr() % 16, x.stride(0) * x.itemsize % 16) for x in tensors}
+    return "alike" if len(layouts) == 1 else "apart"
+
+
+class Row(NamedTuple):
+    """The logits of a row: (pointer, V, log2(e) / temperature, softcap or None)."""
+
+    ptr: Any
+    num_vocab: Any
+    scale: Any
+    softcap: Any
+
+
+class Mask(NamedTuple):
+    """Pointers to the sampling masks: (all ids, where each row's begin, copies of their logits)."""
+
+    ids: Any
+    offsets: Any
+    copies: Any
+
+
+class Statistics(NamedTuple):
+    """A row's (largest x * scale, log2 of sum 2^t, entropy; None over a sampling mask)."""
+
+    top: Any
+    log2_total: Any
+    entropy: Any
+
+
+class ScoredRow(NamedTuple):
+    """A row after its forward pass; its ids in the sampling mask are from `begin` to `end`."""
+
+    x_target: Any
+    full: Any
+    masked: Any
+    begin: Any
+    end: Any
+
+
+class RowSlopes(NamedTuple):
+    """Weights a, c, d in the gradient: of the log-prob, the entropy and the lse (None: 0)."""
+
+    logprob: Any
+    entropy: Any
+    lse: Any
 
 
 @triton.jit
 def clamp(x, low, high) -> tl.tensor:
-    """NaN stays NaN."""
+    """Clamp x; NaN stays NaN."""
     return tl.clamp(x, low, high, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def not_far(x) -> tl.tensor:
-    return tl.maximum(x, _FAR, propagate_nan=tl.PropagateNan.ALL)
+def clamp_exponent(x) -> tl.tensor:
+    return tl.maximum(x, _MIN_EXPONENT, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -149,7 +187,7 @@ def store_all(ptr, stride, values, NUM: tl.constexpr) -> None:
 
 @triton.jit
 def block_columns(LANES: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
-    """Places [LANES, WIDTH] of a part of a block; the next one begins LANES * WIDTH further on."""
+    """Return columns [LANES, WIDTH] of a part of a block; the next is LANES * WIDTH further on."""
     return tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
 
 
@@ -167,7 +205,7 @@ def load_logits(ptr, is_in, other, POLICY: tl.constexpr) -> tl.tensor:
 def load_block(
     ptr, limit, other, POLICY: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The ROUNDS parts of a block; `other` from element `limit` on, which may be None."""
+    """Return the ROUNDS parts of a block; `other` from element `limit` on, which may be None."""
     PART: tl.constexpr = LANES * WIDTH
     c0 = block_columns(LANES, WIDTH)
     c1, c2, c3 = c0 + PART, c0 + 2 * PART, c0 + 3 * PART
@@ -188,19 +226,20 @@ def load_block(
 def row_body(
     ptr, num_vocab, ALIGNMENT: tl.constexpr, WIDTH: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(begin, size) of the part of a row that is made of whole loads."""
+    """Return (begin, size) of the part of a row that is made of whole loads."""
     begin, size = 0, num_vocab
     if ALIGNMENT != "whole":
         SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+        # Elements up to the next multiple of 16 bytes.
         begin = tl.minimum((-ptr.to(tl.int64) & 15) // SIZE, num_vocab).to(tl.int32)
         size = (num_vocab - begin) // WIDTH * WIDTH
     return begin, tl.multiple_of(size, WIDTH)
 
 
 @triton.jit
-def rest_columns(begin, size, LANES: tl.constexpr) -> tl.tensor:
-    """Columns [LANES] beside the body, of which the first num_vocab - size are in the row: fewer
-    than two loads have.
+def edge_columns(begin, size, LANES: tl.constexpr) -> tl.tensor:
+    """Return the columns [LANES] beside the body, of which the first num_vocab - size are in the
+    row: fewer than two loads have.
     """
     lane = tl.arange(0, LANES)
     return tl.where(lane < begin, lane, lane + size)
@@ -208,38 +247,38 @@ def rest_columns(begin, size, LANES: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def capped(x, softcap) -> tl.tensor:
-    """softcap * tanh(x / softcap), with tanh by exp2, which every target has."""
+    """Return softcap * tanh(x / softcap), with tanh by exp2, which every target has."""
     if softcap is not None:
         x = softcap - 2.0 * softcap / (tl.exp2(x * (2.0 * LOG2E / softcap)) + 1.0)
     return x
 
 
 @triton.jit
-def _absorb(
+def _accumulate(
     row, parts, limit, state, NUM: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Take NUM parts [LANES, WIDTH] of raw logits, -inf from element `limit` (or None) on, into the
     running (top, total, moment) [LANES].
 
-    The maximum needs all loads of a block at once. Were they absorbed one by one, or capped before,
+    The maximum needs all loads of a block at once. Were they taken one by one, or capped before,
     the compiler would issue each load when the one before it has been used up.
     """
-    _, _, scale, softcap = row
     top, total, moment = state
     largest = parts[0]
     for i in tl.static_range(1, NUM):
         largest = tl.maximum(largest, parts[i])
-    new_top = tl.maximum(top, capped(tl.max(largest, axis=1), softcap) * scale)
+    new_top = tl.maximum(top, capped(tl.max(largest, axis=1), row.softcap) * row.scale)
+    # A lane that has seen nothing but -inf would subtract -inf from itself.
     base = tl.where(new_top == -_INF, 0.0, new_top)
     e_sum, moment_sum = tl.zeros_like(parts[0]), tl.zeros_like(parts[0])
     for i in tl.static_range(NUM):
-        t = not_far(capped(parts[i], softcap) * scale - base[:, None])
+        t = clamp_exponent(capped(parts[i], row.softcap) * row.scale - base[:, None])
         if limit is not None:
-            t = tl.where(block_columns(LANES, WIDTH) + i * LANES * WIDTH < limit, t, _FAR)
+            t = tl.where(block_columns(LANES, WIDTH) + i * LANES * WIDTH < limit, t, _MIN_EXPONENT)
         e = tl.exp2(t)
         e_sum += e
         moment_sum = tl.fma(e, t, moment_sum)
-    shift = not_far(top - base)
+    shift = clamp_exponent(top - base)
     shrink = tl.exp2(shift)
     moment = shrink * (moment + total * shift) + tl.sum(moment_sum, axis=1)
     total = shrink * total + tl.sum(e_sum, axis=1)
@@ -250,108 +289,112 @@ def _absorb(
 def _row_statistics(
     row, ALIGNMENT: tl.constexpr, POLICY: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(`full` of a row, its last block as it was read); its entropy is in nats."""
-    row_ptr, num_vocab, _, _ = row
+    """Return (`Statistics` of a row, its last block as it was read); its entropy is in nats."""
+    row_ptr, num_vocab = row.ptr, row.num_vocab
     BLOCK: tl.constexpr = ROUNDS * LANES * WIDTH
     zeros = tl.zeros([LANES], tl.float32)
     state = (zeros - _INF, zeros, zeros)
     begin, size = row_body(row_ptr, num_vocab, ALIGNMENT, WIDTH)
     body_ptr = tl.multiple_of(row_ptr + begin, 16)
+    # The last block stays out of the loop: its logits are returned, and the gradient begins there.
     num_full = (size - 1) // BLOCK * BLOCK
     for start in range(0, num_full, BLOCK):
         parts = load_block(body_ptr + start, None, -_INF, POLICY=POLICY, LANES=LANES, WIDTH=WIDTH)
-        state = _absorb(row, parts, None, state=state, NUM=ROUNDS, LANES=LANES, WIDTH=WIDTH)
-    left = size - num_full
-    last = load_block(
-        body_ptr + num_full, left, -_INF, POLICY="evict_first", LANES=LANES, WIDTH=WIDTH
+        state = _accumulate(row, parts, None, state=state, NUM=ROUNDS, LANES=LANES, WIDTH=WIDTH)
+    num_tail = size - num_full
+    last_block = load_block(
+        body_ptr + num_full, num_tail, -_INF, POLICY="evict_first", LANES=LANES, WIDTH=WIDTH
     )
-    state = _absorb(row, last, left, state=state, NUM=ROUNDS, LANES=LANES, WIDTH=WIDTH)
+    state = _accumulate(
+        row, last_block, num_tail, state=state, NUM=ROUNDS, LANES=LANES, WIDTH=WIDTH
+    )
     if ALIGNMENT != "whole":
-        left = num_vocab - size
+        num_edge = num_vocab - size
         x = load_logits(
-            row_ptr + rest_columns(begin, size, LANES), tl.arange(0, LANES) < left, -_INF, POLICY
-        )
-        state = _absorb(row, (x[:, None],), left, state=state, NUM=1, LANES=LANES, WIDTH=1)
+            row_ptr + edge_columns(begin, size, LANES),
+            tl.arange(0, LANES) < num_edge, -_INF, POLICY,
+        )  # fmt: skip
+        state = _accumulate(row, (x[:, None],), num_edge, state=state, NUM=1, LANES=LANES, WIDTH=1)
     top, total, moment = state
     row_top = tl.max(top, axis=0)
     base = tl.where(row_top == -_INF, 0.0, row_top)
-    shift = not_far(top - base)
+    shift = clamp_exponent(top - base)
     shrink = tl.exp2(shift)
     row_moment = tl.sum(shrink * (moment + total * shift), axis=0)
     row_total = tl.sum(shrink * total, axis=0)
     log2_total = tl.log2(row_total)
-    return (base, log2_total, (log2_total - row_moment / row_total) * LN2), last
+    entropy = (log2_total - row_moment / row_total) * LN2
+    return Statistics(base, log2_total, entropy), last_block
 
 
 @triton.jit
 def _logits_at(row, ids, is_in) -> tl.tensor:
-    """NaN for an id outside the vocabulary, so that a wrong one cannot go unseen."""
-    row_ptr, num_vocab, _, softcap = row
-    is_in = is_in & (ids >= 0) & (ids < num_vocab)
-    return capped(tl.load(row_ptr + ids, mask=is_in, other=float("nan")).to(tl.float32), softcap)
+    """Return logits, NaN for an id outside the vocabulary, so that a wrong one cannot go unseen."""
+    is_in = is_in & (ids >= 0) & (ids < row.num_vocab)
+    x = tl.load(row.ptr + ids, mask=is_in, other=float("nan")).to(tl.float32)
+    return capped(x, row.softcap)
 
 
 @triton.jit
 def _mask_statistics(
-    row, mask_ptrs, bounds, target, x_target, BLOCK: tl.constexpr
+    row, mask, begin, end, target, x_target, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """`masked` over the mask's ids and the target. Their logits are copied, because the gradient
-    will overwrite them.
+    """Return (top, log2_total) over the mask's ids and the target. Their logits are copied, because
+    the gradient will overwrite them.
     """
-    ids_ptr, _, copy_ptr = mask_ptrs
-    begin, end = bounds
-    scale = row[2]
     offsets = tl.arange(0, BLOCK)
     tops = tl.full([BLOCK], -_INF, tl.float32)
     is_target = tl.zeros([BLOCK], tl.int1)
     for start in range(begin, end, BLOCK):
         is_in = start + offsets < end
-        ids = tl.load(ids_ptr + start + offsets, mask=is_in, other=-1)
+        ids = tl.load(mask.ids + start + offsets, mask=is_in, other=-1)
         x = _logits_at(row, ids, is_in)
-        tl.store(copy_ptr + start + offsets, x, mask=is_in)
+        tl.store(mask.copies + start + offsets, x, mask=is_in)
         tops = tl.maximum(tops, tl.where(is_in, x, -_INF), propagate_nan=tl.PropagateNan.ALL)
         is_target |= ids == target
     nan = tl.sum(tl.where(tops == tops, 0.0, tops), axis=0)  # a maximum over a block passes over it
     top = tl.maximum(x_target, tl.max(tops, axis=0) + nan, propagate_nan=tl.PropagateNan.ALL)
-    top *= scale
+    top *= row.scale
     # other threads may read the copy than wrote it, or write the row while it is still being read
     tl.debug_barrier()
     totals = tl.zeros([BLOCK], tl.float32)
     for start in range(begin, end, BLOCK):
         is_in = start + offsets < end
-        x = tl.load(copy_ptr + start + offsets, mask=is_in, other=-_INF)
-        totals += tl.exp2(x * scale - top)
+        x = tl.load(mask.copies + start + offsets, mask=is_in, other=-_INF)
+        totals += tl.exp2(x * row.scale - top)
     has_target = tl.max(is_target.to(tl.int32), axis=0) > 0
-    own = tl.where(has_target, 0.0, tl.exp2(x_target * scale - top))
-    return top, tl.log2(own + tl.sum(totals, axis=0))
+    # The target always counts, but only once: not again where the mask names it.
+    target_term = tl.where(has_target, 0.0, tl.exp2(x_target * row.scale - top))
+    return top, tl.log2(target_term + tl.sum(totals, axis=0))
 
 
 @triton.jit
 def add_mask(
-    row, index, target, mask_ptrs, full, BLOCK: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """`scored` of the row with this index, whose `full` is known."""
+    row, index, target, mask, full, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return the `ScoredRow` with this index, whose `Statistics` are known."""
     x_target = _logits_at(row, target, True)
-    top, log2_total, _ = full
+    top, log2_total = full.top, full.log2_total
     begin, end = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-    if mask_ptrs[0] is not None:
-        begin, end = tl.load(mask_ptrs[1] + index), tl.load(mask_ptrs[1] + index + 1)
+    if mask.ids is not None:
+        begin, end = tl.load(mask.offsets + index), tl.load(mask.offsets + index + 1)
         if end > begin:
             top, log2_total = _mask_statistics(
-                row, mask_ptrs, (begin, end), target=target, x_target=x_target, BLOCK=BLOCK
+                row, mask, begin, end, target=target, x_target=x_target, BLOCK=BLOCK
             )
-    return x_target, full, (top, log2_total), (begin, end)
+    return ScoredRow(x_target, full, Statistics(top, log2_total, None), begin, end)
 
 
 @triton.jit
 def score_row(
-    row, index, target, mask_ptrs, ALIGNMENT: tl.constexpr, POLICY: tl.constexpr,
+    row, index, target, mask, ALIGNMENT: tl.constexpr, POLICY: tl.constexpr,
     LANES: tl.constexpr, WIDTH: tl.constexpr,
-) -> tuple[tl.tensor, tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor], tl.tensor]:  # fmt: skip
-    """(log-prob of the target, `scored`, the row's last block as it was read); POLICY: what becomes
-    of the others in the cache.
+) -> tuple[tl.tensor, tl.tuple, tl.tensor]:  # fmt: skip
+    """Return (log-prob of the target, `ScoredRow`, its last block as it was read); POLICY: what
+    becomes of the other blocks in the cache.
     """
-    full, last = _row_statistics(row, ALIGNMENT, POLICY, LANES=LANES, WIDTH=WIDTH)
-    scored = add_mask(row, index, target, mask_ptrs=mask_ptrs, full=full, BLOCK=LANES)
-    top, log2_total = scored[2]
-    return ((scored[0] * row[2] - top) - log2_total) * LN2, scored, last
+    full, last_block = _row_statistics(row, ALIGNMENT, POLICY, LANES=LANES, WIDTH=WIDTH)
+    scored = add_mask(row, index, target, mask=mask, full=full, BLOCK=LANES)
+    # Not x - lse: that is off by the rounding of lse, which grows with the size of the logits.
+    log2_p = (scored.x_target * row.scale - scored.masked.top) - scored.masked.log2_total
+    return log2_p * LN2, scored, last_block

@@ -57,14 +57,14 @@ def _num_blocks(num_words: int) -> int:
 
 
 def _indices(counts: Tensor, positions: Tensor) -> Tensor:
-    """int64 [C]: the word of each change, from the start of the piece."""
+    """Return the word of each change, int64 [C], from the start of the piece."""
     change_C = torch.arange(len(positions), device=counts.device)
     block_C = torch.searchsorted(counts.cumsum(0), change_C, right=True)
     return block_C * BLOCK_WORDS + (positions.long() & 0xFFFF)
 
 
 def _coefficients(global_index: Tensor) -> tuple[Tensor, Tensor]:
-    """(c_a, c_b), int64, for int64 indices. A shift of int64 keeps its sign, hence the masks."""
+    """Return (c_a, c_b), int64, for int64 indices. A shift of int64 keeps its sign: hence masks."""
     x = (global_index + 1) * _GOLDEN
     r = ((x & _LOW32) ^ _XOR_LOW) * (((x >> 32) & _LOW32) ^ _XOR_HIGH)
     high = (r >> 32) & _LOW32
@@ -86,13 +86,13 @@ def _chunks(num: int) -> Iterator[slice]:
 
 @with_launcher("flowkernels.sparse_delta_triton")
 def diff(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `WordDiff`."""
+    """Return the fields of `WordDiff`."""
     index_C = (old != new).nonzero()[:, 0]
     counts = torch.bincount(index_C // BLOCK_WORDS, minlength=_num_blocks(len(old))).int()
     old_C, new_C = old[index_C], new[index_C]
     change = torch.zeros(2, dtype=torch.int64, device=old.device)
-    for part in _chunks(len(index_C)):
-        change += _weighted(_squares(new_C[part]) - _squares(old_C[part]), first + index_C[part])
+    for chunk in _chunks(len(index_C)):
+        change += _weighted(_squares(new_C[chunk]) - _squares(old_C[chunk]), first + index_C[chunk])
     return counts, (index_C % BLOCK_WORDS).short(), new_C - old_C, change
 
 
@@ -100,7 +100,7 @@ def diff(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, 
 def diff_all(
     olds: Sequence[Tensor], new_of: Callable[[int], Tensor], firsts: Sequence[int]
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """The fields of the `WordDiff` of each piece."""
+    """Return the fields of the `WordDiff` of each piece."""
     pieces = enumerate(zip(olds, firsts, strict=True))
     return [diff("torch", old, new_of(piece), first) for piece, (old, first) in pieces]
 
@@ -110,21 +110,21 @@ def scatter(words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, fir
     """Add the diffs; return the digest change."""
     index_C = _indices(counts, positions)
     change = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for part in _chunks(len(index_C)):
-        old = words[index_C[part]]
-        new = old + diffs[part]
-        words[index_C[part]] = new
-        change += _weighted(_squares(new) - _squares(old), first + index_C[part])
+    for chunk in _chunks(len(index_C)):
+        old = words[index_C[chunk]]
+        new = old + diffs[chunk]
+        words[index_C[chunk]] = new
+        change += _weighted(_squares(new) - _squares(old), first + index_C[chunk])
     return change
 
 
 @with_launcher("flowkernels.sparse_delta_triton")
 def digest(words: Tensor, first: int) -> Tensor:
-    """The digest of a piece."""
+    """Return the digest of a piece."""
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for part in _chunks(len(words)):
-        index = torch.arange(first + part.start, first + part.stop, device=words.device)
-        total += _weighted(_squares(words[part]), index)
+    for chunk in _chunks(len(words)):
+        index = torch.arange(first + chunk.start, first + chunk.stop, device=words.device)
+        total += _weighted(_squares(words[chunk]), index)
     return total
 
 
@@ -205,8 +205,8 @@ def diff_pieces(
     for first, old in zip(firsts, words, strict=True):
         _check_first(first, len(old))
     impl = resolve_impl(impl, olds[0].device)
-    found = diff_all(impl, words, lambda piece: _new_words(olds[piece], new_of(piece)), firsts)
-    return [WordDiff(*each) for each in found]
+    diffs = diff_all(impl, words, lambda piece: _new_words(olds[piece], new_of(piece)), firsts)
+    return [WordDiff(*fields) for fields in diffs]
 
 
 def diffs_to_host(diffs: Sequence[WordDiff]) -> list[WordDiff]:
@@ -216,16 +216,18 @@ def diffs_to_host(diffs: Sequence[WordDiff]) -> list[WordDiff]:
         diffs: at least one, on one device.
     """
     fields = ("counts", "positions", "diffs", "digest_change")
-    parts = [[getattr(each, field) for each in diffs] for field in fields]
-    whole = [torch.cat(each) for each in parts]
-    on_gpu = whole[0].is_cuda
-    on_host = [torch.empty_like(each, device="cpu", pin_memory=on_gpu) for each in whole]
-    for to, each in zip(on_host, whole, strict=True):
-        to.copy_(each, non_blocking=True)
+    pieces = [[getattr(diff, field) for diff in diffs] for field in fields]
+    joined = [torch.cat(tensors) for tensors in pieces]
+    on_gpu = joined[0].is_cuda
+    # Copies to pinned memory do not wait for one another; the one wait is below.
+    on_host = [torch.empty_like(source, device="cpu", pin_memory=on_gpu) for source in joined]
+    for target, source in zip(on_host, joined, strict=True):
+        target.copy_(source, non_blocking=True)
     if on_gpu:
-        torch.cuda.current_stream(whole[0].device).synchronize()
-    cut = [to.split([len(x) for x in each]) for to, each in zip(on_host, parts, strict=True)]
-    return [WordDiff(*each) for each in zip(*cut, strict=True)]
+        torch.cuda.current_stream(joined[0].device).synchronize()
+    sizes = [[len(tensor) for tensor in tensors] for tensors in pieces]
+    cut = [host.split(lengths) for host, lengths in zip(on_host, sizes, strict=True)]
+    return [WordDiff(*host_fields) for host_fields in zip(*cut, strict=True)]
 
 
 def scatter_words_(
@@ -269,7 +271,7 @@ def scatter_words_(
 
 
 def digest_words(words: Tensor, first: int = 0, *, impl: str = "auto") -> Tensor:
-    """The digest of a piece, int64 [2]: the bits of two unsigned sums.
+    """Return the digest of a piece, int64 [2]: the bits of two unsigned sums.
 
     Args:
         words: contiguous, any shape, of a dtype with an even number of bytes.
@@ -283,13 +285,13 @@ def digest_words(words: Tensor, first: int = 0, *, impl: str = "auto") -> Tensor
     impl = resolve_impl(impl, words.device)
     flat = _as_words("words", words)
     _check_first(first, len(flat))
-    found: Tensor = _digest_op(flat, first, impl)
-    return found
+    total: Tensor = _digest_op(flat, first, impl)
+    return total
 
 
 def digest_at(words: Tensor, index: Tensor) -> Tensor:
-    """The digest of scattered words, int64 [2]: `digest_words` of all words of a piece is the sum
-    of this over any partition of them.
+    """Return the digest of scattered words, int64 [2]: `digest_words` of all words of a piece is
+    the sum of this over any partition of them.
 
     Args:
         words: int16, any shape.
@@ -301,31 +303,31 @@ def digest_at(words: Tensor, index: Tensor) -> Tensor:
     """
     has_dtypes = words.dtype == torch.int16 and index.dtype == torch.int64
     if not has_dtypes or (words.shape, words.device) != (index.shape, index.device):
-        given = " and ".join(f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (words, index))
+        actual = " and ".join(f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (words, index))
         raise ValueError(
             "words must be int16 and index int64 of the same shape and device, got "
-            + given.replace("torch.", "")
+            + actual.replace("torch.", "")
         )
-    flat, at = words.reshape(-1), index.reshape(-1)
+    flat, flat_index = words.reshape(-1), index.reshape(-1)
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for part in _chunks(len(flat)):
-        total += _weighted(_squares(flat[part]), at[part])
+    for chunk in _chunks(len(flat)):
+        total += _weighted(_squares(flat[chunk]), flat_index[chunk])
     return total
 
 
 def _new_words(old: Tensor, new: Tensor) -> Tensor:
     words = _as_words("new", new)
     if (new.dtype, new.numel(), new.device) != (old.dtype, old.numel(), old.device):
-        wanted, given = (f"{x.dtype} of {x.numel()} elements on {x.device}" for x in (old, new))
-        raise ValueError(f"new must be {wanted}, as old, got {given}".replace("torch.", ""))
+        expected, actual = (f"{x.dtype} of {x.numel()} elements on {x.device}" for x in (old, new))
+        raise ValueError(f"new must be {expected}, as old, got {actual}".replace("torch.", ""))
     return words
 
 
 def _as_words(name: str, tensor: Tensor) -> Tensor:
-    """int16 [n], sharing memory, without a gradient."""
+    """View a tensor as int16 [n], sharing memory, without a gradient."""
     if tensor.dtype.itemsize % 2:
-        given = str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(f"{name} must have a dtype of an even number of bytes, got {given}")
+        actual = str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(f"{name} must have a dtype of an even number of bytes, got {actual}")
     if not tensor.is_contiguous():
         raise ValueError(
             f"{name} must be contiguous, got strides {tensor.stride()} for {tuple(tensor.shape)}"
@@ -343,12 +345,14 @@ def _check_first(first: int, num_words: int) -> None:
 def _check_delta(
     name: str, tensor: Tensor, dtype: torch.dtype, num: int, device: torch.device
 ) -> None:
-    found = (tensor.dtype, tensor.shape, tensor.device)
-    if found != (dtype, (num,), device) or not tensor.is_contiguous():
+    form = (tensor.dtype, tensor.shape, tensor.device)
+    if form != (dtype, (num,), device) or not tensor.is_contiguous():
         layout = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
-        wanted = f"{dtype} [{num}] on {device}"
-        given = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}{layout}"
-        raise ValueError(f"{name} must be contiguous {wanted}, got {given}".replace("torch.", ""))
+        expected = f"{dtype} [{num}] on {device}"
+        actual = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}{layout}"
+        raise ValueError(
+            f"{name} must be contiguous {expected}, got {actual}".replace("torch.", "")
+        )
 
 
 def _check_positions(counts: Tensor, positions: Tensor, num_words: int) -> None:

@@ -16,7 +16,7 @@ BLOCK_WORDS = tl.constexpr(65536)
 STEP = tl.constexpr(0x9E3779B97F4A7C15)
 """From x of a word to that of the next, see `sparse_delta.py`."""
 WIDTH, LOADS = tl.constexpr(8), tl.constexpr(4)
-"""Of the digest: words that are one load of a thread, and loads that it has under way at once."""
+"""Words of the digest that are one load of a thread, and loads that it has under way at once."""
 TILE = {"TILE": 2048, "num_warps": 8}
 """Eight words a thread: one load of 16 bytes from each tensor."""
 _TILES = BLOCK_WORDS.value // TILE["TILE"]
@@ -28,21 +28,21 @@ DIGEST = {"TILE": 2048, "NUM_TILES": 8, "num_warps": 8}
 
 @triton.jit
 def _x(index) -> tl.tensor:
-    """x of global indices, as uint64; see `sparse_delta.py`."""
+    """Return x of global indices, as uint64; see `sparse_delta.py`."""
     return (index.to(tl.uint64) + 1) * STEP
 
 
 @triton.jit
 def _one() -> tl.tensor:
-    """1 in uint32, which the compiler does not know. It would compute what it can see through in 64
-    bits in place of 32, with twice the instructions.
+    """Return 1 in uint32, which the compiler does not know. It would compute what it can see
+    through in 64 bits in place of 32, with twice the instructions.
     """
     return tl.num_programs(1).to(tl.uint32)
 
 
 @triton.jit
 def _coefficients(x, one) -> tuple[tl.tensor, tl.tensor]:
-    """(c_a, c_b) of the digest as uint32, of x of global indices; `one`: 1 or `_one`."""
+    """Return (c_a, c_b) of the digest as uint32, of x of global indices; `one`: 1 or `_one`."""
     low, high = x.to(tl.uint32) ^ (0x85EBCA6B * one), (x >> 32).to(tl.uint32) ^ (0xC2B2AE35 * one)
     r = low.to(tl.uint64) * high.to(tl.uint64)
     high = (r >> 32).to(tl.uint32)
@@ -51,7 +51,7 @@ def _coefficients(x, one) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit
 def _square(word, one) -> tl.tensor:
-    """w^2 as uint64, of an unsigned word in int32; 32 bits hold it. `one`: 1 or `_one`."""
+    """Return w^2 as uint64, of an unsigned word in int32; 32 bits hold it. `one`: 1 or `_one`."""
     word = word.to(tl.uint32)
     return (word * word + (one - 1)).to(tl.uint64)
 
@@ -69,7 +69,7 @@ def _add_digest(digest_ptr, a, b) -> None:
 
 @triton.jit
 def _load_word(ptr, mask) -> tl.tensor:
-    """A word as unsigned number in int32."""
+    """Load a word as unsigned number in int32."""
     return tl.load(ptr, mask=mask, other=0).to(tl.int32) & 0xFFFF
 
 
@@ -77,7 +77,7 @@ def _load_word(ptr, mask) -> tl.tensor:
 def count_kernel(
     old_words_ptr, new_words_ptr, tile_counts_ptr, num_words, TILE: tl.constexpr
 ) -> None:
-    """Changed words of a tile."""
+    """Count the changed words of a tile."""
     tile = tl.program_id(0)
     index = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     is_in = index < num_words
@@ -92,7 +92,7 @@ def compact_kernel(
     old_words_ptr, new_words_ptr, tile_bounds_ptr, positions_ptr, diffs_ptr, num_words,
     TILE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Positions and diffs of a tile, to where its changes are: from bounds[tile] to
+    """Write positions and diffs of a tile to where its changes are: from bounds[tile] to
     bounds[tile + 1] - 1. A tile without a change is not read again.
     """
     tile = tl.program_id(0)
@@ -107,12 +107,12 @@ def compact_kernel(
         # Through shared memory as one number, where the compiler would send pointers of 64 bits:
         # 17 bits hold the difference, those above count the changes up to here.
         packed = tl.cumsum((old != new).to(tl.int32), axis=0) * 2**17 + (new - old + 2**16)
-        place = tl.arange(0, TILE)
-        packed = tl.gather(packed, place, axis=0)
-        at, change = (packed >> 17) - 1, packed.to(tl.int16)
-        position = (tile % (BLOCK_WORDS // TILE)) * TILE + place
-        tl.store(positions_ptr + begin + at, position.to(tl.int16), mask=change != 0)
-        tl.store(diffs_ptr + begin + at, change, mask=change != 0)
+        offset = tl.arange(0, TILE)
+        packed = tl.gather(packed, offset, axis=0)
+        slot, change = (packed >> 17) - 1, packed.to(tl.int16)
+        position = (tile % (BLOCK_WORDS // TILE)) * TILE + offset
+        tl.store(positions_ptr + begin + slot, position.to(tl.int16), mask=change != 0)
+        tl.store(diffs_ptr + begin + slot, change, mask=change != 0)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -145,14 +145,14 @@ def scatter_kernel(
 
 @triton.jit
 def _load_tiles(
-    ptr, limit, places, TILE: tl.constexpr
+    ptr, limit, offsets, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The words of LOADS tiles; 0 from `limit` on."""
+    """Return the words of LOADS tiles; 0 from `limit` on."""
     return (
-        _load_word(ptr + places, places < limit),
-        _load_word(ptr + TILE + places, places < limit - TILE),
-        _load_word(ptr + 2 * TILE + places, places < limit - 2 * TILE),
-        _load_word(ptr + 3 * TILE + places, places < limit - 3 * TILE),
+        _load_word(ptr + offsets, offsets < limit),
+        _load_word(ptr + TILE + offsets, offsets < limit - TILE),
+        _load_word(ptr + 2 * TILE + offsets, offsets < limit - 2 * TILE),
+        _load_word(ptr + 3 * TILE + offsets, offsets < limit - 3 * TILE),
     )
 
 
@@ -160,16 +160,16 @@ def _load_tiles(
 def digest_kernel(
     words_ptr, digest_ptr, first, num_words, TILE: tl.constexpr, NUM_TILES: tl.constexpr
 ) -> None:
-    """The share of NUM_TILES tiles in the digest."""
+    """Add the share of NUM_TILES tiles in the digest."""
     begin = tl.program_id(0).to(tl.int64) * (TILE * NUM_TILES)
     words_ptr += begin
     num_words = tl.minimum(num_words - begin, TILE * NUM_TILES).to(tl.int32)
     LANES: tl.constexpr = TILE // WIDTH
-    places = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    offsets = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     a, b, one = tl.zeros([LANES], tl.int64), tl.zeros([LANES], tl.int64), _one()
-    x = _x(first + begin + places)
+    x = _x(first + begin + offsets)
     for start in range(0, num_words, LOADS * TILE):
-        loaded = _load_tiles(words_ptr + start, num_words - start, places, TILE)
+        loaded = _load_tiles(words_ptr + start, num_words - start, offsets, TILE)
         for i in tl.static_range(LOADS):
             squares = _square(loaded[i], one)
             c_a, c_b = _coefficients(x, one)
@@ -193,15 +193,16 @@ def diff_all(
 ) -> list[Changes]:
     """Launcher, see `sparse_delta.diff_all`. The host waits where it reads how many there are."""
     bounds = [_tile_bounds(old, new_of(piece)) for piece, old in enumerate(olds)]
-    nums = torch.stack([each[-1] for each in bounds]).tolist() if bounds else []
+    # One read for all pieces: each .tolist() would wait for the device.
+    nums = torch.stack([tile_bounds[-1] for tile_bounds in bounds]).tolist() if bounds else []
     return [
-        _compacted(old, new_of(piece), bounds[piece], nums[piece], first)
+        _compact(old, new_of(piece), bounds[piece], nums[piece], first)
         for piece, (old, first) in enumerate(zip(olds, firsts, strict=True))
     ]
 
 
 def _tile_bounds(old: Tensor, new: Tensor) -> Tensor:
-    """int64: the changes of tile t will be bounds[t] to bounds[t + 1] - 1."""
+    """Return bounds, int64: the changes of tile t will be bounds[t] to bounds[t + 1] - 1."""
     grid = (triton.cdiv(len(old), BLOCK_WORDS.value) * _TILES,)
     tile_counts = torch.empty(grid, dtype=torch.int32, device=old.device)
     if len(old):
@@ -211,7 +212,7 @@ def _tile_bounds(old: Tensor, new: Tensor) -> Tensor:
     return tile_bounds
 
 
-def _compacted(old: Tensor, new: Tensor, tile_bounds: Tensor, num: int, first: int) -> Changes:
+def _compact(old: Tensor, new: Tensor, tile_bounds: Tensor, num: int, first: int) -> Changes:
     positions, diffs = old.new_empty(num), old.new_empty(num)
     if num:
         grid = (len(tile_bounds) - 1,)
@@ -231,7 +232,7 @@ def scatter(words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, fir
 def _scatter(
     words: Tensor, bounds_B1: Tensor, positions: Tensor, diffs: Tensor, first: int, *, writes: bool
 ) -> Tensor:
-    """The digest change alone if not `writes`."""
+    """Return the digest change; nothing is written if not `writes`."""
     change = torch.zeros(2, dtype=torch.int64, device=words.device)
     if len(positions):
         grid = ((len(bounds_B1) - 1) * SCATTER["SPLIT"],)

@@ -40,7 +40,7 @@ NAMES = (
 
 
 def to_columns(token: TokenLoss, tokens: Tokens) -> Tensor:
-    """[7, T], see `Column`."""
+    """Return the columns [7, T], see `Column`."""
     counts_T = tokens.weight_T != 0
     has_gradient_T = token.dlogprob_T != 0
     for slope_T in (token.dentropy_T, token.dlse_T, token.dsequence_T):
@@ -59,7 +59,7 @@ def to_columns(token: TokenLoss, tokens: Tokens) -> Tensor:
 
 @with_launcher("flowkernels.policy_loss_triton")
 def reduce(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, statistics [10]) over the tokens that count."""
+    """Return (loss, statistics [10]) over the tokens that count."""
     counts_T = (weight_T != 0) & (target_ids_T >= 0)
     # where, not a product: 0 * inf of a masked row must stay 0.
     column_7T = torch.where(counts_T, column_7T, 0.0)
@@ -85,5 +85,5 @@ def reduce(column_7T: Tensor, weight_T: Tensor, target_ids_T: Tensor) -> tuple[T
 
 
 def by_name(statistics: Tensor) -> dict[str, Tensor]:
-    """Views of the statistics, 0-d."""
+    """Return views of the statistics, 0-d, by name."""
     return dict(zip(NAMES, statistics.unbind(), strict=True))

@@ -32,20 +32,20 @@ class SamplingMask:
     """int64 [T + 1], ascending from 0 to K."""
 
     def __getitem__(self, rows: slice) -> SamplingMask:
-        """The mask of consecutive rows. It still holds all ids, and offsets into them: to find its
-        own ids, which `trimmed` does, the host would have to wait for the device.
+        """Return the mask of consecutive rows. It still holds all ids, and offsets into them: to
+        find its own ids, which `trimmed` does, the host would have to wait for the device.
         """
         return SamplingMask(self.token_ids_K, self.offsets_T1[rows.start : rows.stop + 1])
 
     def trimmed(self) -> SamplingMask:
-        """The same with its own ids alone, and offsets from 0 on."""
+        """Return the mask with the ids of its rows alone, and offsets from 0 on."""
         begin, end = int(self.offsets_T1[0]), int(self.offsets_T1[-1])
         if end - begin == len(self.token_ids_K):
             return self
         return SamplingMask(self.token_ids_K[begin:end], self.offsets_T1 - begin)
 
     def at(self, index_A: Tensor, num_ids: int | None = None) -> SamplingMask:
-        """The mask of any rows, in this order; `num_ids`: how many ids they have, if known."""
+        """Return the mask of any rows, in this order; `num_ids`: the number of ids, if known."""
         counts_A = self.offsets_T1.diff()[index_A]
         offsets_A1 = torch.cat([counts_A.new_zeros(1), counts_A.cumsum(0)])
         shift_A = self.offsets_T1[index_A] - offsets_A1[:-1]
@@ -54,11 +54,11 @@ class SamplingMask:
         return SamplingMask(self.token_ids_K[place_K], offsets_A1)
 
     def is_truncated(self) -> Tensor:
-        """bool [T]: the row has ids."""
+        """Return bool [T]: the row has ids."""
         return self.offsets_T1.diff() > 0
 
     def row_of_ids(self) -> Tensor:
-        """int64 [K]: the row of each id; of a `trimmed` mask."""
+        """Return the row of each id, int64 [K]; of a `trimmed` mask."""
         counts_T = self.offsets_T1.diff()
         return torch.repeat_interleave(
             torch.arange(len(counts_T), device=counts_T.device), counts_T
@@ -80,17 +80,17 @@ class Targets:
         return len(self.ids_T)
 
     def __getitem__(self, rows: slice) -> Targets:
-        """The targets of consecutive rows."""
+        """Return the targets of consecutive rows."""
         mask = None if self.mask is None else self.mask[rows]
         return Targets(self.ids_T[rows], self.temperature_T[rows], self.softcap, mask)
 
     def at(self, index_A: Tensor, num_mask_ids: int | None = None) -> Targets:
-        """The targets of any rows, in this order; see `SamplingMask.at`."""
+        """Return the targets of any rows, in this order; see `SamplingMask.at`."""
         mask = None if self.mask is None else self.mask.at(index_A, num_mask_ids)
         return Targets(self.ids_T[index_A], self.temperature_T[index_A], self.softcap, mask)
 
     def flat(self) -> tuple[Any, ...]:
-        """The fields as an operator takes them; `unflatten` puts them together again."""
+        """Return the fields as an operator takes them; `unflatten` puts them together again."""
         ids_K, offsets_T1 = (
             (None, None) if self.mask is None else (self.mask.token_ids_K, self.mask.offsets_T1)
         )
@@ -106,8 +106,8 @@ class Slopes:
     lse_T: Tensor | None = None
 
     def __getitem__(self, rows: slice | Tensor) -> Slopes:
-        of_rows = (None if x is None else x[rows] for x in (self.entropy_T, self.lse_T))
-        return Slopes(self.logprob_T[rows], *of_rows)
+        optional = (None if x is None else x[rows] for x in (self.entropy_T, self.lse_T))
+        return Slopes(self.logprob_T[rows], *optional)
 
 
 def unflatten(
@@ -117,7 +117,7 @@ def unflatten(
     mask_ids_K: Tensor | None,
     mask_offsets_T1: Tensor | None,
 ) -> Targets:
-    """`Targets` from the arguments of an operator."""
+    """Return `Targets` from the arguments of an operator."""
     mask = None
     if mask_ids_K is not None and mask_offsets_T1 is not None:
         mask = SamplingMask(mask_ids_K, mask_offsets_T1)

@@ -25,15 +25,9 @@ from flowkernels.loss_spec import KL, LossSpec, decode
 from flowkernels.sequences import sequence_mean, sequence_sum
 from flowkernels.targets import Slopes
 
-_PER_TOKEN = (
-    "advantage_T",
-    "weight_T",
-    "old_logprob_T",
-    "ref_logprob_T",
-    "sampler_logprob_T",
-)
+_PER_TOKEN = ("advantage_T", "weight_T", "old_logprob_T", "ref_logprob_T", "sampler_logprob_T")
 KL_BOUND = 10.0
-"""Of "low_var_kl"."""
+"""The bound of "low_var_kl"."""
 _FLAT = (*_PER_TOKEN[:4], "cu_seqlens_S1")
 INPUTS = (
     "Tensor advantage, Tensor token_weight, Tensor? old, Tensor? ref, Tensor? cu_seqlens, str spec"
@@ -56,20 +50,18 @@ class TokenInputs:
     """int32 or int64 [S + 1]: sequence s owns the tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1."""
 
     def __getitem__(self, block: slice) -> TokenInputs:
-        """The inputs of consecutive tokens; sequences outside the block become empty ones."""
+        """Return the inputs of consecutive tokens; sequences outside the block become empty."""
         bounds_S1 = self.cu_seqlens_S1
         if bounds_S1 is not None:  # a clamp takes no look at the values
             bounds_S1 = bounds_S1.clamp(block.start, block.stop) - block.start
         return self._indexed(block, bounds_S1)
 
     def at(self, is_chosen_T: Tensor, index_A: Tensor) -> TokenInputs:
-        """The inputs of the chosen tokens, named both ways; their sequences shrink accordingly."""
+        """Return the inputs of the chosen tokens, named both ways; their sequences shrink."""
         bounds_S1 = self.cu_seqlens_S1
         if bounds_S1 is not None:
-            num_before = torch.cat(
-                [is_chosen_T.new_zeros(1, dtype=torch.int64), is_chosen_T.cumsum(0)]
-            )
-            bounds_S1 = num_before[bounds_S1.long()]
+            zero = is_chosen_T.new_zeros(1, dtype=torch.int64)
+            bounds_S1 = torch.cat([zero, is_chosen_T.cumsum(0)])[bounds_S1.long()]
         return self._indexed(index_A, bounds_S1)
 
     def _indexed(self, index: slice | Tensor, cu_seqlens_S1: Tensor | None) -> TokenInputs:
@@ -79,17 +71,17 @@ class TokenInputs:
         return replace(self, **parts, cu_seqlens_S1=cu_seqlens_S1)
 
     def per_token(self) -> dict[str, Any]:
-        """The tensors [T] by name, None among them."""
+        """Return the tensors [T] by name, None among them."""
         return {name: getattr(self, name) for name in _PER_TOKEN}
 
     def flat(self) -> tuple[Tensor | None, ...]:
-        """The fields that an operator takes, in the order of `INPUTS`; without the sampler's, whose
-        correction comes before.
+        """Return the fields that an operator takes, in the order of `INPUTS`; without the
+        sampler's, whose correction comes before.
         """
         return tuple(getattr(self, name) for name in _FLAT)
 
     def corrected(self, spec: LossSpec) -> TokenInputs:
-        """The inputs with TIS on the advantages and MIS on the weights, as the spec has them."""
+        """Return the inputs with TIS on the advantages and MIS on the weights, as in the spec."""
         advantage_T, weight_T = correct_for_sampler(
             spec,
             self.advantage_T,
@@ -101,7 +93,7 @@ class TokenInputs:
         return replace(self, advantage_T=advantage_T, weight_T=weight_T)
 
     def scored(self, logprob_T: Tensor, entropy_T: Tensor, lse_T: Tensor) -> Tokens:
-        """The tokens after the forward pass."""
+        """Return the tokens after the forward pass."""
         return Tokens(
             logprob_T=logprob_T,
             entropy_T=entropy_T,
@@ -112,7 +104,7 @@ class TokenInputs:
 
 
 def unflatten_inputs(*flat: Any) -> tuple[LossSpec, TokenInputs]:
-    """The loss and its inputs from the arguments of an operator."""
+    """Return the loss and its inputs from the arguments of an operator."""
     *tensors, encoded = flat
     return decode(encoded), TokenInputs(**dict(zip(_FLAT, tensors, strict=True)))
 
@@ -149,8 +141,8 @@ class TokenLoss:
     their weights; None where a loss looks at no other tokens."""
 
     def weighted_slopes(self, weight_T: Tensor) -> Slopes:
-        """The derivatives of the sum of weight times loss; 0 where the weight is, whatever the
-        slope.
+        """Return the derivatives of the sum of weight times loss; 0 where the weight is, whatever
+        the slope.
         """
         dlogprob_T, dentropy_T, dlse_T = (
             None if x is None else torch.where(weight_T != 0, weight_T * x, 0.0)
@@ -176,12 +168,13 @@ def by_autograd(loss: Callable[[Tokens], Tensor]) -> TokenLossFn:
 
     def with_slopes(tokens: Tokens) -> TokenLoss:
         with torch.enable_grad():
-            given = [
+            leaves = [
                 x.detach().requires_grad_()
                 for x in (tokens.logprob_T, tokens.entropy_T, tokens.lse_T)
             ]
-            own = replace(tokens, logprob_T=given[0], entropy_T=given[1], lse_T=given[2])
-            loss_T = loss(own)
+            loss_T = loss(
+                replace(tokens, logprob_T=leaves[0], entropy_T=leaves[1], lse_T=leaves[2])
+            )
             if loss_T.shape != tokens.logprob_T.shape:
                 raise ValueError(
                     f"the loss has the shape {tuple(loss_T.shape)}, not one number for each of "
@@ -189,17 +182,18 @@ def by_autograd(loss: Callable[[Tokens], Tensor]) -> TokenLossFn:
                 )
             weight_T = tokens.weight_T
             total = torch.where(weight_T != 0, weight_T * loss_T, 0.0).sum()
-            weighted = torch.autograd.grad(total, given, allow_unused=True)
-        none_T = torch.zeros_like(tokens.logprob_T)
+            weighted = torch.autograd.grad(total, leaves, allow_unused=True)
+        zeros_T = torch.zeros_like(tokens.logprob_T)
+        # `policy_loss` multiplies by the weights again.
         slopes = [
             None if x is None else torch.where(weight_T != 0, x / weight_T, 0.0) for x in weighted
         ]
         # The statistics are those of any loss; here nothing is known of a clip.
-        plain = token_loss(LossSpec("nll"), tokens)
+        nll = token_loss(LossSpec("nll"), tokens)
         return replace(
-            plain,
+            nll,
             loss_T=loss_T.detach(),
-            dlogprob_T=none_T if slopes[0] is None else slopes[0],
+            dlogprob_T=zeros_T if slopes[0] is None else slopes[0],
             dentropy_T=slopes[1],
             dlse_T=slopes[2],
         )
@@ -208,7 +202,7 @@ def by_autograd(loss: Callable[[Tokens], Tensor]) -> TokenLossFn:
 
 
 def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
-    """The loss of each token and its derivatives.
+    """Return the loss of each token and its derivatives.
 
     Raises:
         ValueError: kl_coef > 0 without `ref_logprob_T`, "gspo" without `cu_seqlens_S1`.
@@ -222,10 +216,10 @@ def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
         loss_T, dratio_T = -advantage_T * logprob_T, -advantage_T
         is_clipped_T = torch.zeros_like(logprob_T, dtype=torch.bool)
     elif spec.loss_type == "cispo":
-        loss_T, dratio_T, is_clipped_T = _bounded_weight(spec, log_ratio_T, advantage_T, logprob_T)
+        loss_T, dratio_T, is_clipped_T = _cispo(spec, log_ratio_T, advantage_T, logprob_T)
     else:
         if spec.loss_type == "gspo":
-            log_ratio_T = _of_sequence(log_ratio_T, tokens)
+            log_ratio_T = _sequence_mean(log_ratio_T, tokens)
         loss_T, dratio_T, is_clipped_T = _clipped_ratio(spec, log_ratio_T, advantage_T)
     dlogprob_T = torch.zeros_like(logprob_T)
 
@@ -246,7 +240,8 @@ def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
         dlogprob_T = spec.kl_coef * slope_T
     dsequence_T = None
     if spec.loss_type == "gspo":
-        dsequence_T = _of_sequence(tokens.weight_T * dratio_T, tokens)
+        # The ratio is that of a mean over the sequence, so each of its tokens moves all of them.
+        dsequence_T = _sequence_mean(tokens.weight_T * dratio_T, tokens)
     else:
         dlogprob_T = dlogprob_T + dratio_T
     dentropy_T = None
@@ -278,7 +273,7 @@ def correct_for_sampler(
     sampler_logprob_T: Tensor | None,
     cu_seqlens_S1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """TIS on the advantages and MIS on the weights; unchanged where the spec has neither.
+    """Return advantages with TIS and weights with MIS; unchanged where the spec has neither.
 
     `policy_loss` does this itself. Whoever divides by the sum of the weights calls it before, so
     that dropped tokens leave the denominator too; doing so twice changes nothing for MIS, and TIS
@@ -311,8 +306,8 @@ def correct_for_sampler(
 def _clipped_ratio(
     spec: LossSpec, log_ratio_T: Tensor, advantage_T: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-min(r A, clip(r) A), at most -c A where A < 0; its derivative by log r; where that was
-    clipped away.
+    """Return -min(r A, clip(r) A), at most -c A where A < 0; its derivative by log r; where that
+    was clipped away.
     """
     limit = spec.log_ratio_limit
     ratio_T = log_ratio_T.clamp(-limit, limit).exp()
@@ -326,26 +321,26 @@ def _clipped_ratio(
         is_dual_T = (advantage_T < 0) & (loss_T > bound_T)
         loss_T = torch.where(is_dual_T, bound_T, loss_T)
         is_clipped_T = is_clipped_T | is_dual_T
-    has_no_gradient_T = is_clipped_T | (log_ratio_T.abs() > limit)
-    return loss_T, torch.where(has_no_gradient_T, 0.0, -unclipped_T), is_clipped_T
+    is_flat_T = is_clipped_T | (log_ratio_T.abs() > limit)
+    return loss_T, torch.where(is_flat_T, 0.0, -unclipped_T), is_clipped_T
 
 
-def _bounded_weight(
+def _cispo(
     spec: LossSpec, log_ratio_T: Tensor, advantage_T: Tensor, logprob_T: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """CISPO: the ratio, bounded above, is a constant weight of the log-likelihood gradient."""
+    """Compute CISPO: the ratio, bounded above, is a constant weight of the log-prob's gradient."""
     ratio_T = log_ratio_T.clamp(-spec.log_ratio_limit, spec.log_ratio_limit).exp()
     slope_T = -ratio_T.clamp(max=1 + spec.clip_high) * advantage_T
     return slope_T * logprob_T, slope_T, ratio_T > 1 + spec.clip_high
 
 
-def _of_sequence(value_T: Tensor, tokens: Tokens) -> Tensor:
+def _sequence_mean(value_T: Tensor, tokens: Tokens) -> Tensor:
     assert tokens.cu_seqlens_S1 is not None
     return sequence_mean(value_T, tokens.weight_T != 0, tokens.cu_seqlens_S1)
 
 
 def _kl(spec: LossSpec, logprob_T: Tensor, other_T: Tensor, estimator: KL) -> tuple[Tensor, Tensor]:
-    """The KL estimate against `other` and its derivative by logp."""
+    """Return the KL estimate against `other` and its derivative by logp."""
     raw_T = other_T - logprob_T
     u_T = raw_T.clamp(-spec.log_ratio_limit, spec.log_ratio_limit)
     match estimator:

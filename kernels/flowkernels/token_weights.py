@@ -21,8 +21,8 @@ def token_weights(
     mask_T: Tensor | None = None,
     length: int | None = None,
 ) -> Tensor:
-    """fp32 [T]: the weights with which a sum over tokens is the average wanted; 0 where `mask_T` is
-    false.
+    """Return the weights, fp32 [T], with which a sum over tokens is the average wanted; 0 where
+    `mask_T` is false.
 
     Args:
         cu_seqlens_S1: [S + 1] int32 or int64, bounds of the sequences.

@@ -88,7 +88,7 @@ def test_a_second_interrupt_does_not_wait() -> None:
 
 @pytest.mark.usefixtures("interrupts")
 def test_a_signal_that_another_thread_receives_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowtrain.utils.threads._LOOK_S", 0.1)
+    monkeypatch.setattr("flowtrain.utils.threads._POLL_S", 0.1)
     ended: list[bool] = []
 
     async def work() -> None:

@@ -40,7 +40,7 @@ class Supervisor:
         self._lock = threading.Lock()
         self._is_closed = False
         self.num_restarts = 0
-        self.runner = self._next()
+        self.runner = self._start_next()
         """The current runner, or what kept it from starting."""
 
     def replace(self, dead: AsyncLLMRunner, reason: str) -> None:
@@ -54,7 +54,7 @@ class Supervisor:
             self.num_restarts += 1
             _log.warning("restart %d: %s", self.num_restarts, reason)
             dead.kill()
-            self.runner = self._next()
+            self.runner = self._start_next()
 
     def close(self) -> None:
         """End the runner; one that is starting ends as soon as it has, and no other is started."""
@@ -65,7 +65,7 @@ class Supervisor:
             else:
                 self.runner.add_done_callback(_end)
 
-    def _next(self) -> Future[AsyncLLMRunner]:
+    def _start_next(self) -> Future[AsyncLLMRunner]:
         return background(self._start, "engine-start")
 
 
@@ -128,7 +128,7 @@ class VllmEngine:
         """Raises StoreError when the store does not lead to the version: the engine then goes on
         with the version that it had.
         """
-        self._load_metrics[policy] = self._twice(
+        self._load_metrics[policy] = self._with_restart(
             lambda runner: runner.load(version, policy), f"it loaded version {version}"
         )
         self._versions[policy] = version
@@ -138,9 +138,9 @@ class VllmEngine:
         vllm.sleep is set.
         """
         if self._options.sleep:
-            self._twice(AsyncLLMRunner.sleep, "it went to sleep")
+            self._with_restart(AsyncLLMRunner.sleep, "it went to sleep")
 
-    def _twice(self, call: Callable[[AsyncLLMRunner], T], doing: str) -> T:
+    def _with_restart(self, call: Callable[[AsyncLLMRunner], T], action: str) -> T:
         """Return the result of a call, repeated on the next runner if the first one dies."""
         error: Exception | None = None
         for _ in range(2):
@@ -150,7 +150,7 @@ class VllmEngine:
             except EngineDied as died:
                 error = died
                 self.supervisor.replace(runner, str(died))
-        raise EngineError(f"vLLM died twice while {doing}") from error
+        raise EngineError(f"vLLM died twice while {action}") from error
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, policy: str = ""
@@ -188,7 +188,7 @@ class VllmEngine:
             raise EngineError(message) from None
 
     async def _ask(
-        self, ask: Callable[[AsyncLLMRunner], Awaitable[T]], deadline: float, what: str
+        self, ask: Callable[[AsyncLLMRunner], Awaitable[T]], deadline: float, subject: str
     ) -> T:
         """Return the answer to a request, which is sent once more if vLLM dies or hangs over it."""
         error: Exception | None = None
@@ -200,7 +200,7 @@ class VllmEngine:
             except (EngineDied, Ended) as died:
                 error = died
                 self.supervisor.replace(runner, str(died))
-        raise EngineError(f"vLLM died twice over {what}") from error
+        raise EngineError(f"vLLM died twice over {subject}") from error
 
     def _start(self) -> AsyncLLMRunner:
         errors = Path(self._folder.name) / "errors.log"

@@ -24,7 +24,7 @@ from flowtrain.weights.format.tensor_shards import digest_of
 _rearranged: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 """Names of the parameters that vLLM rearranged, of each model that it loaded."""
 _num_updates = 0
-"""Of all models in this process."""
+"""Updates of all models in this process."""
 
 
 def watch_processing(is_used: Callable[[], bool]) -> None:
@@ -52,10 +52,10 @@ def refuse_rearranged(model: nn.Module) -> None:
         )
     for name in _rearranged[model]:
         raise UserError(f"sparse_delta does not support {name!r}: vLLM rearranges it after loading")
-    places = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     for name, module in model.named_modules():
         sinks = getattr(getattr(module, "impl", None), "sinks", None)
-        if sinks is not None and sinks.untyped_storage().data_ptr() not in places:
+        if sinks is not None and sinks.untyped_storage().data_ptr() not in storages:
             raise UserError(
                 f"sparse_delta does not support {name!r}: its attention computes with a copy of "
                 "the sinks; take another attention backend"
@@ -75,7 +75,7 @@ def pack_copies_of_experts(is_used: Callable[[], bool]) -> None:
     def process(experts: Any, layer: nn.Module) -> None:
         if is_used():
             experts.plain = {name: getattr(layer, name) for name in ("w13_weight", "w2_weight")}
-            experts.packed_at = -1
+            experts.packed_at = -1  # to be packed at the first use
         else:
             pack(experts, layer)
 
@@ -101,11 +101,11 @@ def keep_convolutions_plain() -> bool:
     if not all(hasattr(ops, name) for name in names):
         return False
     for name in names:
-        setattr(ops, name, _of_plain_weight(getattr(ops, name)))
+        setattr(ops, name, _reading_plain_weight(getattr(ops, name)))
     return True
 
 
-def _of_plain_weight(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _reading_plain_weight(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(*, weight: Tensor, is_weight_packed: bool, **options: Any) -> Tensor:
         is_packed = is_weight_packed and weight.dim() == 2
         return kernel(weight=weight.flatten(1), is_weight_packed=is_packed, **options)

@@ -85,13 +85,13 @@ class LoaderWatch(TorchDispatchMode):
         if func is not _aten.copy_.default:
             self._note_obstacle(f"its loader writes it by {func}")
             return
-        there, cut = args[0], args[1]
-        if there.dtype != cut.dtype:
-            text = f"its loader casts it from {cut.dtype} to {there.dtype}"
+        target, cut = args[0], args[1]
+        if target.dtype != cut.dtype:
+            text = f"its loader casts it from {cut.dtype} to {target.dtype}"
             self._note_obstacle(text.replace("torch.", ""))
-        elif there.shape != cut.shape:
-            self._note_obstacle(f"its loader spreads {tuple(cut.shape)} over {tuple(there.shape)}")
-        self.copies.append((there, cut))
+        elif target.shape != cut.shape:
+            self._note_obstacle(f"its loader spreads {tuple(cut.shape)} over {tuple(target.shape)}")
+        self.copies.append((target, cut))
 
     def _note_obstacle(self, text: str) -> None:
         self.obstacle = self.obstacle or text
@@ -120,15 +120,16 @@ def make_plan(layout: Layout, load: Load, tensors: Iterable[Tensor], ranks: Rank
 
     watches = on_all_ranks(ranks, watch_all)
     dense: dict[str, str] = {}
-    obstacles_here = {name: watch.obstacle for name, watch in watches.items() if watch.obstacle}
-    for obstacles in gather(ranks, obstacles_here):
+    local_obstacles = {name: watch.obstacle for name, watch in watches.items() if watch.obstacle}
+    # Dense on one rank is dense on all, as `LoadPlan` has it.
+    for obstacles in gather(ranks, local_obstacles):
         dense |= obstacles
     views = {
-        name: _joined(
+        name: _join_views(
             [
-                _strided_view(there, cut, memories[_memory(there)])
-                for there, cut in watch.copies
-                if there.numel()
+                _strided_view(target, cut, memories[_memory(target)])
+                for target, cut in watch.copies
+                if target.numel()
             ]
         )
         for name, watch in watches.items()
@@ -161,12 +162,12 @@ def prove(plan: LoadPlan, load: Load, tensors: Iterable[Tensor], ranks: Ranks) -
     """
     proof = _Proof(plan, load, memories_of(tensors))
     on_all_ranks(ranks, proof.run)
-    lost = {
+    incomplete = {
         name: "the ranks together do not hold each of its words once"
         for name, digest in sum_regions(gather(ranks, proof.held)).items()
         if digest != proof.whole[name]
     }
-    for problems in gather(ranks, lost | proof.wrong):
+    for problems in gather(ranks, incomplete | proof.wrong):
         for name, problem in problems.items():
             raise ValueError(
                 f"the weights of this model cannot be updated in place: {name!r}: {problem}"
@@ -181,7 +182,7 @@ class _Proof:
         self.whole: dict[str, Digest] = {}
         """Digests of the patterns."""
         self.wrong: dict[str, str] = {}
-        """What is wrong with a tensor's plan."""
+        """Problems by tensor."""
         self._plan, self._load, self._memories = plan, load, memories
         self._seeds = {name: number for number, name in enumerate(plan.views)}
 
@@ -189,14 +190,14 @@ class _Proof:
         for name in self._plan.views:
             self.whole[name] = digest_of(self._pattern(name))
         for names, touched in _groups(self._plan):
-            saved = {at: self._memories[at].clone() for at in touched}
+            saved = {address: self._memories[address].clone() for address in touched}
             try:
-                self._try(names)
+                self._prove_group(names)
             finally:
-                for at, words in saved.items():
-                    self._memories[at].copy_(words)
+                for address, words in saved.items():
+                    self._memories[address].copy_(words)
 
-    def _try(self, names: Sequence[str]) -> None:
+    def _prove_group(self, names: Sequence[str]) -> None:
         """Load in one order and in the other: what is overwritten is loaded before once."""
         for order in (names, names[::-1]):
             for name in order:
@@ -244,9 +245,10 @@ def _groups(plan: LoadPlan) -> list[tuple[list[str], set[int]]]:
         if not views:
             continue
         names, memories = [name], set(plan.touched[name])
-        for other in {id(groups[at]): groups[at] for at in memories if at in groups}.values():
-            names += other[0]
-            memories |= other[1]
+        joined = {id(groups[address]): groups[address] for address in memories if address in groups}
+        for other_names, other_memories in joined.values():
+            names += other_names
+            memories |= other_memories
         groups.update(dict.fromkeys(memories, (names, memories)))
     return list({id(group): group for group in groups.values()}.values())
 
@@ -255,18 +257,20 @@ def pattern(num_words: int, seed: int, device: torch.device) -> Tensor:
     """Make int16 words that differ between neighbours, between rows 65,536 words apart, and between
     seeds.
     """
-    in_row = (torch.arange(_ROW, device=device) * 0x9E37).short()
+    column_words = (torch.arange(_ROW, device=device) * 0x9E37).short()
     num_rows = -(-num_words // _ROW)
-    of_row = (torch.arange(num_rows, device=device) * 0x85EB + seed).short()
-    return (in_row + of_row[:, None]).view(-1)[:num_words]
+    row_words = (torch.arange(num_rows, device=device) * 0x85EB + seed).short()
+    return (column_words + row_words[:, None]).view(-1)[:num_words]
 
 
 def _watch(name: str, layout: Layout, load: Load, memories: Mapping[int, Tensor]) -> LoaderWatch:
     """Watch the loader take one tensor alone or, if it refuses that, among all tensors."""
     refusals = []
-    for fed in ({name: layout[name]}, layout):
+    for specs in ({name: layout[name]}, layout):
         # The pages of a stand-in are never touched.
-        stand_ins = {n: torch.empty(spec.shape, dtype=spec.torch_dtype) for n, spec in fed.items()}
+        stand_ins = {
+            n: torch.empty(spec.shape, dtype=spec.torch_dtype) for n, spec in specs.items()
+        }
         watch = LoaderWatch(stand_ins[name], memories)
         try:
             with torch.no_grad(), watch:
@@ -291,38 +295,38 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _strided_view(there: Tensor, cut: Tensor, memory: Tensor) -> StridedView:
+def _strided_view(target: Tensor, cut: Tensor, memory: Tensor) -> StridedView:
     """Describe a copy in 16-bit words."""
-    num = there.dtype.itemsize // 2
+    num = target.dtype.itemsize // 2
     dims = [
         (n, a * num, b * num)
-        for n, a, b in zip(cut.shape, cut.stride(), there.stride(), strict=True)
+        for n, a, b in zip(cut.shape, cut.stride(), target.stride(), strict=True)
         if n > 1
     ]
     dims.sort(key=lambda dim: -dim[1])
     if num > 1:
         dims.append((num, 1, 1))
-    assert prod(n for n, _, _ in dims) == there.numel() * num
-    return _view(memory, int(cut.storage_offset()) * num, int(there.storage_offset()) * num, dims)
+    assert prod(n for n, _, _ in dims) == target.numel() * num
+    return _view(memory, int(cut.storage_offset()) * num, int(target.storage_offset()) * num, dims)
 
 
-def _joined(views: list[StridedView]) -> list[StridedView]:
+def _join_views(views: list[StridedView]) -> list[StridedView]:
     """Join the views of a tensor when they follow each other at equal steps in the tensor and in
     one memory: those of a layer's experts, of which there are hundreds, become one.
     """
     if len(views) < 2:
         return views
     views = sorted(views, key=lambda view: view.first)
-    one, two = views[:2]
-    step, to_step = two.first - one.first, two.to_first - one.to_first
-    places = [(v.first, v.to_first, v.sizes, v.strides, v.to_strides) for v in views]
-    form = one.sizes, one.strides, one.to_strides
-    grid = [(one.first + i * step, one.to_first + i * to_step, *form) for i in range(len(views))]
+    base, second = views[:2]
+    step, to_step = second.first - base.first, second.to_first - base.to_first
+    geometries = [(v.first, v.to_first, v.sizes, v.strides, v.to_strides) for v in views]
+    form = base.sizes, base.strides, base.to_strides
+    grid = [(base.first + i * step, base.to_first + i * to_step, *form) for i in range(len(views))]
     dims = list(zip(*form, strict=True))
     is_apart = step > sum((n - 1) * stride for n, stride, _ in dims) and to_step > 0
-    if places != grid or not is_apart or any(view.memory is not one.memory for view in views):
+    if geometries != grid or not is_apart or any(view.memory is not base.memory for view in views):
         return views
-    return [_view(one.memory, one.first, one.to_first, [(len(views), step, to_step), *dims])]
+    return [_view(base.memory, base.first, base.to_first, [(len(views), step, to_step), *dims])]
 
 
 def _view(

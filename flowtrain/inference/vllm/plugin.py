@@ -95,10 +95,10 @@ def keep_linear_weights_plain() -> None:
             pack(layer, remove_weight)
             return
         if vllm.__version_tuple__[0] != 0 or vllm.__version_tuple__[1] not in PATCHED:
-            known = f"0.{PATCHED[0]} to 0.{PATCHED[-1]}"
+            versions = f"0.{PATCHED[0]} to 0.{PATCHED[-1]}"
             raise RuntimeError(
                 f"how vLLM {vllm.__version__} packs linear weights on a CPU is not known to this "
-                f"flowtrain; install vLLM {known}"
+                f"flowtrain; install vLLM {versions}"
             )
         if layer.weight.dim() == 2:
             layer.cpu_linear = torch.nn.functional.linear
@@ -143,10 +143,11 @@ class WorkerRanks:
 
     def gather_text(self, text: str) -> list[str]:
         texts = [text]
+        # Over the tensor-parallel group, then over the stages: the texts are in order of rank.
         for group in (get_tp_group(), get_pp_group()):
             gathered: list[Any] = [None] * group.world_size
             dist.all_gather_object(gathered, texts, group=group.cpu_group)
-            texts = [text for part in gathered for text in part]
+            texts = [text for group_texts in gathered for text in group_texts]
         return texts
 
 
@@ -190,12 +191,12 @@ class SparseDeltaEngine(WeightTransferEngine):
             source.manifest(head).layout, self.model.load_weights, tensors, ranks=ranks
         )
         prove(plan, self.model.load_weights, tensors, ranks=ranks)
-        for name, why in plan.dense.items():
+        for name, reason in plan.dense.items():
             _log.warning(
                 "%r is loaded whole at every update, through the model's loader, and kept on the "
                 "host: %s",
                 name,
-                why,
+                reason,
             )
         num_threads = torch.get_num_threads()
         self.sharded = ShardedTarget(
@@ -204,10 +205,9 @@ class SparseDeltaEngine(WeightTransferEngine):
             load=lambda tensors: self.model.load_weights(tensors.items()),
             num_threads=num_threads,
         )
-        own_tensors = _plain_tensors(plan) if ranks.size == 1 else None
-        target: Target = (
-            self.sharded if own_tensors is None else HostTensors(own_tensors, num_threads)
-        )
+        # Whole tensors in host memory are written to directly, by the codec.
+        plain = _plain_tensors(plan) if ranks.size == 1 else None
+        target: Target = self.sharded if plain is None else HostTensors(plain, num_threads)
         self.reader = WeightReader(source, target, num_threads, verify_every=init_info.verify_every)
         self.cache = cache
         self.loaded = None

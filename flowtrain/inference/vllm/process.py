@@ -181,8 +181,8 @@ def engine_args(model: VllmModel, options: Vllm) -> dict[str, Any]:
             raise UserError(
                 "on a CPU vLLM has no adapters of a mixture of experts: set lora.sync = 'merged'"
             )
-        number = len([location for location in model.adapter_stores.values() if location])
-        device |= _slots(model.adapters, max(1, number) + model.is_cpu)
+        num_adapters = len([location for location in model.adapter_stores.values() if location])
+        device |= _slots(model.adapters, max(1, num_adapters) + model.is_cpu)
     return {
         "model": model.source,
         "dtype": model.dtype,
@@ -205,9 +205,9 @@ def engine_args(model: VllmModel, options: Vllm) -> dict[str, Any]:
     }
 
 
-def _slots(adapters: AdapterSpec, number: int) -> dict[str, Any]:
+def _slots(adapters: AdapterSpec, num_slots: int) -> dict[str, Any]:
     """Return the arguments for LoRA slots. On a CPU vLLM computes a request without an adapter with
-    the last slot, so `number` has one there that stays empty (zeros).
+    the last slot, so `num_slots` has one there that stays empty (zeros).
     """
     rank = next((rank for rank in _RANKS if rank >= adapters.rank), None)
     if rank is None:
@@ -216,7 +216,7 @@ def _slots(adapters: AdapterSpec, number: int) -> dict[str, Any]:
         )
     return {
         "enable_lora": True,
-        "max_loras": number,
+        "max_loras": num_slots,
         "max_lora_rank": rank,
         "lora_target_modules": adapters.targets,
     }
@@ -272,12 +272,9 @@ def explain(error: Exception, error_file: Path) -> Exception:
     if error_file.exists():  # what a process wrote says more than that it ended
         lines = [line.strip() for line in error_file.read_text().splitlines()]
         errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
-        own = [
-            line
-            for line in errors
-            if "Engine core init" not in line and "WorkerProc init" not in line
-        ]
-        reason = own[-1] if own else reason
+        wrappers = ("Engine core init", "WorkerProc init")  # lines that name no cause
+        causes = [line for line in errors if not any(wrapper in line for wrapper in wrappers)]
+        reason = causes[-1] if causes else reason
     reason = " ".join(reason.split())
     for pattern, cure in _CURES.items():
         if re.search(pattern, reason):

@@ -36,13 +36,13 @@ class RouteTable:
         self._runner = runner
         config = runner.kv_cache_config
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
-        whole = [i for i, spec in enumerate(specs) if getattr(spec, "sliding_window", None) is None]
-        if not whole:
+        full = [i for i, spec in enumerate(specs) if getattr(spec, "sliding_window", None) is None]
+        if not full:
             raise UserError(
                 "routes are kept beside a cache of all tokens, and all layers of this model have a "
                 "window; take rollout.engine = 'torch'"
             )
-        self._group, self._block_size = whole[0], specs[whole[0]].block_size
+        self._group, self._block_size = full[0], specs[full[0]].block_size
         layers, num_chosen, is_wide = sizes_of(runner)
         # One more, the last, for the places -1 of tokens that only fill a step up.
         num_places = config.num_blocks * self._block_size + 1
@@ -50,7 +50,7 @@ class RouteTable:
         self._table_SLC = torch.zeros(num_places, len(layers), num_chosen, dtype=dtype)
         self._ended: dict[str, bytes] = {}
         """Routes of requests that have ended lately; the oldest first."""
-        for i, layer in enumerate(_mixtures(runner)):
+        for i, layer in enumerate(_router_layers(runner)):
             layer.router.set_capture_fn(partial(self._note, i))
         self._update = runner._update_states
         runner._update_states = self._keep_ended
@@ -59,26 +59,26 @@ class RouteTable:
         """Return `Routes.experts` of the first tokens of a request that ends or has ended, once;
         None where they are lost.
         """
-        live = [each for each in self._runner.requests if _name(each) == name]
-        found = self._read(live[0]) if live else self._ended.pop(name, None)
+        live = [request for request in self._runner.requests if _sent_name(request) == name]
+        routes = self._read(live[0]) if live else self._ended.pop(name, None)
         size = num_tokens * self._table_SLC[0].nbytes
-        return None if found is None or len(found) < size else found[:size]
+        return None if routes is None or len(routes) < size else routes[:size]
 
     def _note(self, layer: int, chosen_NC: Tensor) -> None:
         place_N = self._runner.input_batch.block_table[self._group].slot_mapping.gpu
         self._table_SLC[place_N[: len(chosen_NC)], layer] = chosen_NC.to(self._table_SLC.dtype)
 
     def _keep_ended(self, step: Any) -> Any:
-        """Before the runner takes a step in."""
+        """Read the routes of requests that have ended, before the step gives their blocks away."""
         for request in step.finished_req_ids:
-            if request in self._runner.requests and (found := self._read(request)) is not None:
-                self._ended[_name(request)] = found
+            if request in self._runner.requests and (routes := self._read(request)) is not None:
+                self._ended[_sent_name(request)] = routes
         while len(self._ended) > 4 * self._runner.max_num_reqs:  # nobody waits for these
             del self._ended[next(iter(self._ended))]
         return self._update(step)
 
     def _read(self, request: str) -> bytes | None:
-        """None for a request whose blocks were taken away, and may have been written since."""
+        """Read a request's routes; None where its blocks were taken away, and may be another's."""
         if request not in self._runner.input_batch.req_id_to_index:
             return None
         blocks = torch.tensor(self._runner.requests[request].block_ids[self._group])
@@ -88,7 +88,7 @@ class RouteTable:
 
 def sizes_of(runner: Any) -> Sizes:
     """Return what a model of vLLM's has routes of. Raises UserError for one without routers."""
-    layers = _mixtures(runner)
+    layers = _router_layers(runner)
     if not layers:
         raise UserError("vLLM knows no router of this model, so there are no routes")
     is_wide = runner.model_config.get_num_experts() > 256
@@ -110,13 +110,13 @@ async def routes_of(llm: Any, name: str, last: Any, num_tokens: int, sizes: Size
     return None if experts is None else Routes(experts, len(layers), num_chosen, is_wide)
 
 
-def _mixtures(runner: Any) -> list[Any]:
+def _router_layers(runner: Any) -> list[Any]:
     """Return the layers that have a router."""
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-    return [each for each in runner.get_model().modules() if isinstance(each, MoERunner)]
+    return [layer for layer in runner.get_model().modules() if isinstance(layer, MoERunner)]
 
 
-def _name(request: str) -> str:
-    """The name that a request was sent by: vLLM adds a random number."""
+def _sent_name(request: str) -> str:
+    """Return the name that a request was sent by: vLLM adds a random number."""
     return request.partition("-")[0]

@@ -75,7 +75,7 @@ class AsyncLLMRunner:
         self._llm: Any = None
         self._watcher: asyncio.Task[None] | None = None
         self._processes: set[Any] = set()
-        self._others: set[Any] | None = None
+        self._prior: set[Any] | None = None
         """Processes of other vLLMs, while this one gets its own."""
         self._thread = LoopThread("vllm-engine")
         self._names = itertools.count()
@@ -103,8 +103,8 @@ class AsyncLLMRunner:
         except Exception as error:  # vLLM's own, of any class
             raise explain(error, self._errors) from error
         finally:
-            if (others := self._others) is not None:  # it still starts; no other one can meanwhile
-                self._processes = children() - others
+            if (prior := self._prior) is not None:  # it still starts; no other one can meanwhile
+                self._processes = children() - prior
 
     def kill(self) -> None:
         """End at once, without waiting; requests under way fail."""
@@ -166,11 +166,11 @@ class AsyncLLMRunner:
     async def _start(self) -> None:
         variables = {ERROR_FILE: str(self._errors), **self._model.environment}
         with environment(variables), without_main():
-            self._others = children()
+            self._prior = children()
             try:
                 self._llm = _make_llm(self._model, self._options)
             finally:
-                self._processes, self._others = children() - self._others, None
+                self._processes, self._prior = children() - self._prior, None
         self._weights = policies(self._llm, self._model)
         # For every token of a seeded request vLLM's older runner starts a kernel of its own.
         is_v2 = getattr(self._llm.vllm_config, "use_v2_model_runner", False)
@@ -184,8 +184,8 @@ class AsyncLLMRunner:
         # takes a third of a second.
         gc.freeze()
         # One token shows whether this model runs at all, before anything depends on it.
-        until = time.monotonic() + START_S
-        await self._sample([0], Sampling(1), until, next(iter(self._weights)))
+        deadline = time.monotonic() + START_S
+        await self._sample([0], Sampling(1), deadline, next(iter(self._weights)))
         self._watcher = asyncio.create_task(self._watch())
 
     async def _shut_down(self) -> None:
@@ -226,11 +226,11 @@ class AsyncLLMRunner:
         assert updates is not None, "a frozen policy has no versions"
         async with self._loading:
             await self._wake_up()  # an update would write to memory that is not there
-            stays = f"vLLM stays at version {weights.label}"
+            prefix = f"vLLM stays at version {weights.label}"
             try:
                 await updates.stage(version)
             except StoreError as error:
-                raise StoreError(f"{stays}: {error}") from error
+                raise StoreError(f"{prefix}: {error}") from error
             started = time.monotonic()
             await llm.pause_generation(mode="keep", clear_cache=True)
             try:
@@ -240,8 +240,9 @@ class AsyncLLMRunner:
                 if weights.label is not None and held != [weights.label] * len(held):
                     raise
                 await llm.resume_generation()
-                raise StoreError(f"{stays}: {error}") from error
+                raise StoreError(f"{prefix}: {error}") from error
             await updates.finish(version)
+            # Before generation resumes: a prompt must not reuse keys of the old weights.
             weights.salt = f"{policy}.{version}.{time.monotonic_ns()}"
             weights.label = version
             if weights.adapter is not updates.adapter:
@@ -259,12 +260,12 @@ class AsyncLLMRunner:
             self._is_asleep = True
 
     async def _wake_up(self) -> None:
-        """Do so if need be; `_loading` is held."""
+        """Wake vLLM up if it sleeps; `_loading` is held."""
         if self._is_asleep:
             await self._llm.wake_up()
             self._is_asleep = False
 
-    async def _be_awake(self) -> None:
+    async def _ensure_awake(self) -> None:
         """Wake up for a request: an engine whose weights never change is never loaded."""
         if self._is_asleep:
             async with self._loading:
@@ -287,7 +288,7 @@ class AsyncLLMRunner:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        await self._be_awake()
+        await self._ensure_awake()
         llm, weights = self._llm, self._weights[policy]
         name = str(next(self._names))
         prompt = TokensPrompt(prompt_token_ids=list(prompt_ids), cache_salt=weights.salt)
@@ -348,18 +349,18 @@ class AsyncLLMRunner:
         self, samples: Sequence[Sample], policy: str
     ) -> tuple[int, list[tuple[float, ...]]]:
         """Score until no update of the weights came in between."""
-        await self._be_awake()
+        await self._ensure_awake()
         weights = self._weights[policy]
         while True:
             version = weights.label
-            ask = functools.partial(self._prompt_logprobs, weights)
-            found = await asyncio.gather(*map(ask, samples))
+            score = functools.partial(self._prompt_logprobs, weights)
+            logprobs = await asyncio.gather(*map(score, samples))
             if version == weights.label and not self._loading.locked():
-                return version or 0, found
+                return version or 0, logprobs
 
     async def _prompt_logprobs(self, weights: Weights, sample: Sample) -> tuple[float, ...]:
-        """Log-probs of a response, which vLLM reads as the end of a prompt and then samples once
-        more: the last of all positions has no room for that, its token keeps the sampler's.
+        """Return log-probs of a response, which vLLM reads as the end of a prompt and then samples
+        once more: the last of all positions has no room for that, its token keeps the sampler's.
         """
         from vllm import SamplingParams, TokensPrompt
 
@@ -372,8 +373,8 @@ class AsyncLLMRunner:
             )
             outputs = [out async for out in stream]
         (flat,) = filter(None, (out.prompt_logprobs for out in outputs))
-        found = [flat.logprobs[i] for i in flat.start_indices[len(sample.prompt_ids) :]]
-        return (*found, *sample.logprobs[len(found) :])
+        logprobs = [flat.logprobs[i] for i in flat.start_indices[len(sample.prompt_ids) :]]
+        return (*logprobs, *sample.logprobs[len(logprobs) :])
 
 
 @contextlib.contextmanager

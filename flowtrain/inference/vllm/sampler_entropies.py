@@ -31,10 +31,10 @@ def record(sampler: Any) -> None:
 
     Raises UserError for another kind of sampler.
     """
-    if _has(sampler, "sample", "gather_logprobs"):
+    if _has_methods(sampler, "sample", "gather_logprobs"):
         _record_older(sampler)
-    elif _has(sampler, "__call__", "apply_sampling_params"):
-        sampler.__class__ = _telling(type(sampler))
+    elif _has_methods(sampler, "__call__", "apply_sampling_params"):
+        sampler.__class__ = _recording_type(type(sampler))
     else:
         raise UserError(
             f"this vLLM samples by {type(sampler).__name__}, which is not known to tell entropies; "
@@ -42,27 +42,28 @@ def record(sampler: Any) -> None:
         )
 
 
-def _has(sampler: Any, *names: str) -> bool:
+def _has_methods(sampler: Any, *names: str) -> bool:
     return all(callable(getattr(sampler, name, None)) for name in names)
 
 
 def _record_older(sampler: Any) -> None:
     sample, gather = sampler.sample, sampler.gather_logprobs
-    drawn: list[Tensor] = []
+    pending: list[Tensor] = []
     """The entropies of the batch whose log-probs are gathered next."""
 
-    def noting(logits: Tensor, metadata: Any, *args: Any, **options: Any) -> Any:
-        drawn[:] = [_entropies(logits, metadata.temperature)]
+    def sample_noting(logits: Tensor, metadata: Any, *args: Any, **options: Any) -> Any:
+        pending[:] = [_entropies(logits, metadata.temperature)]
         return sample(logits, metadata, *args, **options)
 
-    def telling(*args: Any, **options: Any) -> Any:
-        found = gather(*args, **options)
-        return _with_entropies(found, drawn.pop()) if drawn else found  # of a prompt: none
+    def gather_telling(*args: Any, **options: Any) -> Any:
+        logprobs = gather(*args, **options)
+        # Log-probs of a prompt come without a sample before them.
+        return _with_entropies(logprobs, pending.pop()) if pending else logprobs
 
-    sampler.sample, sampler.gather_logprobs = noting, telling
+    sampler.sample, sampler.gather_logprobs = sample_noting, gather_telling
 
 
-def _telling(kind: type[Any]) -> type[Any]:
+def _recording_type(kind: type[Any]) -> type[Any]:
     """Return the newer kind of sampler with entropies. It applies temperatures in a method of its
     own, before top-k and top-p, and never gathers log-probs of a prompt.
     """
@@ -70,21 +71,21 @@ def _telling(kind: type[Any]) -> type[Any]:
     class Telling(kind):
         def __call__(self, logits: Tensor, input_batch: Any) -> Any:
             output = super().__call__(logits, input_batch)
-            if (found := output.logprobs_tensors) is not None:
-                output.logprobs_tensors = _with_entropies(found, self.drawn_B)
+            if (logprobs := output.logprobs_tensors) is not None:
+                output.logprobs_tensors = _with_entropies(logprobs, self.entropy_B)
             return output
 
         def apply_sampling_params(self, *args: Any, **options: Any) -> Any:
             logits: Tensor = super().apply_sampling_params(*args, **options)
-            self.drawn_B = _entropies(logits.float(), None)
+            self.entropy_B = _entropies(logits.float(), None)
             return logits
 
     return Telling
 
 
-def _with_entropies(found: Any, entropy_B: Tensor) -> Any:
-    ranks = (entropy_B / _UNIT).round().to(found.selected_token_ranks.dtype)
-    return found._replace(selected_token_ranks=ranks)
+def _with_entropies(logprobs: Any, entropy_B: Tensor) -> Any:
+    ranks = (entropy_B / _UNIT).round().to(logprobs.selected_token_ranks.dtype)
+    return logprobs._replace(selected_token_ranks=ranks)
 
 
 def _entropies(logits_BV: Tensor, temperature_B: Tensor | None) -> Tensor:

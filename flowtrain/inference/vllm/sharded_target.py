@@ -72,8 +72,8 @@ class ShardedTarget:
         layout = self.plan.layout
         for name in self.plan.dense:
             self._dense[name] = torch.empty(layout[name].shape, dtype=layout[name].torch_dtype)
-        names_here = [name for name in layout if self.plan.views.get(name) or name in self._dense]
-        held = {name for names in gather(self.ranks, names_here) for name in names}
+        local_names = [name for name in layout if self.plan.views.get(name) or name in self._dense]
+        held = {name for names in gather(self.ranks, local_names) for name in names}
         for name in layout.keys() - held:
             self._twins[name] = [other for other in held if layout[other] == layout[name]]
             if not self._twins[name]:
@@ -103,10 +103,11 @@ class ShardedTarget:
             if is_delta and any(kind == "other" for kind, _, _ in reports):
                 raise StoreError("another rank could not apply the deltas") from error
             raise
+        # The same gather as above: a rank that failed sends its error in place of its changes.
         reports = gather(self.ranks, ["", "", changes])
         failures = sorted((kind, text) for kind, text, _ in reports if kind)
         sums = sum_regions([changes for _, _, changes in reports])
-        wrong = [] if failures else self._wrong(batches, sums)
+        wrong = [] if failures else self._missed(batches, sums)
         if failures or wrong:
             undo.close()
         if wrong:
@@ -164,12 +165,12 @@ class ShardedTarget:
         info = _delta.info(blob)
         base = None
         if info["level"] == 2:
-            base = slice_of(name, self._whole(name), first, num_words=info["num_words"])
+            base = slice_of(name, self._read_whole(name), first, num_words=info["num_words"])
         positions, diffs = _delta.decode(blob, base)
-        in_tensor = torch.from_numpy(positions.view(np.int64)) + first
-        return in_tensor, torch.from_numpy(diffs.view(np.int16))
+        tensor_positions = torch.from_numpy(positions.view(np.int64)) + first
+        return tensor_positions, torch.from_numpy(diffs.view(np.int16))
 
-    def _whole(self, name: str) -> Tensor:
+    def _read_whole(self, name: str) -> Tensor:
         """Return a tensor's current words. Raises DeltaError when this rank has a part of them."""
         words = torch.empty(self.plan.layout[name].num_words, dtype=torch.int16)
         if sum(view.num_words for view in self.plan.views[name]) != len(words):
@@ -198,13 +199,13 @@ class ShardedTarget:
         if tensors := {name: self._dense[name] for name in names}:
             self.load(tensors)
 
-    def _wrong(self, batches: Sequence[DeltaBatch], sums: dict[str, Digest | None]) -> list[str]:
+    def _missed(self, batches: Sequence[DeltaBatch], sums: dict[str, Digest | None]) -> list[str]:
         """Return the tensors whose digests did not change as their deltas say."""
-        wanted: dict[str, Digest] = {}
+        expected: dict[str, Digest] = {}
         for (name, _), blob in chain.from_iterable(batch.items() for batch in batches):
             if self._is_view(name):
-                wanted[name] = add(wanted.get(name, (0, 0)), digest_change(blob))
-        return [name for name, change in wanted.items() if sums.get(name, (0, 0)) != change]
+                expected[name] = add(expected.get(name, (0, 0)), digest_change(blob))
+        return [name for name, change in expected.items() if sums.get(name, (0, 0)) != change]
 
 
 def sum_regions(reports: list[RegionDigests]) -> dict[str, Digest | None]:

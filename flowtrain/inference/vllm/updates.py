@@ -72,7 +72,7 @@ class SparseUpdates:
     async def stage(self, version: int) -> None:
         await self._connect()
         start = self.llm.start_weight_update
-        await start(**_accepted(start, is_checkpoint_format=False))
+        await start(**_supported(start, is_checkpoint_format=False))
         await self._update(version, stage=True)
         while not all(await self.llm.collective_rpc("staged_weights")):
             await asyncio.sleep(_POLL_S)
@@ -85,7 +85,7 @@ class SparseUpdates:
 
     async def finish(self, version: int) -> None:
         finish = self.llm.finish_weight_update
-        await finish(**_accepted(finish, weight_version=str(version)))
+        await finish(**_supported(finish, weight_version=str(version)))
 
     async def metrics(self) -> dict[str, float]:
         report, *_ = await self.llm.collective_rpc("held_weights")
@@ -151,7 +151,7 @@ class AdapterUpdates:
         self._loaded = await asyncio.to_thread(self._read, version)
 
     async def apply(self, version: int) -> None:
-        self._held = None
+        self._held = None  # until vLLM has taken it
         self._path("staged").replace(self._path("adapter_model.safetensors"))
         await self.llm.add_lora(self._request(load_inplace=True))
         self._held = version
@@ -214,16 +214,16 @@ class Weights:
         still taking in has none.
         """
         states = llm.output_processor.request_states
-        before: dict[str, int] = {}
+        previous: dict[str, int] = {}
         while True:
             counts = {s.external_req_id: s.detokenizer.num_output_tokens() for s in states.values()}
-            now = {name: counts.get(name, 0) for name in self.labels.keys() - self.bare}
+            current = {name: counts.get(name, 0) for name in self.labels.keys() - self.bare}
             # vLLM may still be handing out what it sampled before the pause.
-            if now == before and llm.engine_core.outputs_queue.empty():
+            if current == previous and llm.engine_core.outputs_queue.empty():
                 break
-            before = now
+            previous = current
             await asyncio.sleep(0.001)
-        for name, count in before.items():
+        for name, count in previous.items():
             self.labels[name].append((version, count))
 
 
@@ -239,7 +239,7 @@ def policies(llm: Any, model: VllmModel) -> dict[str, Weights]:
     return weights
 
 
-def _accepted(function: Any, **options: Any) -> dict[str, Any]:
+def _supported(function: Any, **options: Any) -> dict[str, Any]:
     """Select the options that this version of vLLM knows."""
-    known = inspect.signature(function).parameters
-    return {name: value for name, value in options.items() if name in known}
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if name in parameters}

@@ -36,8 +36,9 @@ class Worker(plugin.WeightReports):
         if mapper is not None:
             renames = mapper.get_rename_mapper()
             layers = [renames._map_name(layer) or layer for layer in layers]
-        parts = {name for names in manager.packed_modules.values() for name in names}
-        return sorted({*layers} - parts - manager.modules.keys())
+        # Fused layers, as of q, k and v, have one slot for all their parts.
+        packed = {name for names in manager.packed_modules.values() for name in names}
+        return sorted({*layers} - packed - manager.modules.keys())
 
     def record_entropies(self) -> None:
         """Let the sampler tell the entropy of every token that it draws."""

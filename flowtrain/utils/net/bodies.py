@@ -48,10 +48,12 @@ async def read_body(stream: AsyncIterator[bytes], encoding: str, max_bytes: int)
     inflate = zlib.decompressobj(wbits=47) if encoding in _COMPRESSED else None
     body = bytearray()
     num_received = 0
-    async for raw in stream:
-        num_received += len(raw)
+    async for chunk in stream:
+        num_received += len(chunk)
         try:
-            body += raw if inflate is None else inflate.decompress(raw, max_bytes - len(body) + 1)
+            # At most one byte beyond the limit, however far a chunk would inflate.
+            num_left = max_bytes - len(body) + 1
+            body += chunk if inflate is None else inflate.decompress(chunk, num_left)
         except zlib.error as error:
             raise BadBody(f"a body that cannot be decompressed: {error}") from None
         if max(len(body), num_received) > max_bytes:

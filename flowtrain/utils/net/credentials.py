@@ -70,20 +70,20 @@ class TokenFile:
     def __init__(self, path: Path) -> None:
         """Raises UserError if the file cannot be read or others may read it."""
         self._path = path
-        self._state = _state(path)
+        self._state = _state(path)  # before it is read: a change in between is seen later
         self._entries = read(path)
 
     def find(self, token: bytes) -> Caller | None:
         """Return the owner of a token. It takes as long whichever it is."""
-        self._look()
+        self._reload_if_changed()
         digest = hashlib.sha256(token).hexdigest()
-        found = None
-        for entry in self._entries:
+        caller = None
+        for entry in self._entries:  # to the end: the time must not tell which one matched
             if hmac.compare_digest(digest, entry.sha256):
-                found = Caller(entry.name, entry.role)
-        return found
+                caller = Caller(entry.name, entry.role)
+        return caller
 
-    def _look(self) -> None:
+    def _reload_if_changed(self) -> None:
         """Read the file again if it has changed. One that cannot be read, as while it is copied,
         changes nothing.
         """
@@ -110,9 +110,9 @@ class Access:
 
     def caller(self, authorization: str) -> Caller | None:
         """Return who sends this header; None where its token is unknown."""
-        scheme, _, given = authorization.partition(" ")
+        scheme, _, text = authorization.partition(" ")
         # Compared as bytes: compare_digest refuses text that is not ASCII, which anybody may send.
-        token = given.strip().encode()
+        token = text.strip().encode()
         if scheme.lower() != "bearer" or not token:
             return None
         if hmac.compare_digest(token, self._shared):
@@ -133,7 +133,7 @@ def issue(path: Path, name: str, role: Role) -> str:
         )
     token = secrets.token_urlsafe(32)
     now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-    with _alone(path):
+    with _locked(path):
         entries = read(path) if path.exists() else []
         if any(entry.name == name for entry in entries):
             raise UserError(f"{name!r} has a token in {path}; revoke it first")
@@ -144,12 +144,12 @@ def issue(path: Path, name: str, role: Role) -> str:
 
 def revoke(path: Path, name: str) -> None:
     """Take a token out of the file. Raises UserError where there is none of the name."""
-    with _alone(path):
+    with _locked(path):
         entries = read(path)
-        left = [entry for entry in entries if entry.name != name]
-        if len(left) == len(entries):
+        remaining = [entry for entry in entries if entry.name != name]
+        if len(remaining) == len(entries):
             raise UserError(f"{path} has no token of the name {name!r}")
-        _write(path, left)
+        _write(path, remaining)
 
 
 def read(path: Path) -> list[Entry]:
@@ -177,7 +177,7 @@ def _write(path: Path, entries: Sequence[Entry]) -> None:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     """Wait until no other process changes the file, and keep them waiting."""
     with user_error(f"cannot write the tokens to {path}", OSError):
         folder = os.open(path.parent, os.O_RDONLY)
@@ -189,8 +189,8 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _state(path: Path) -> Any:
-    """Something that differs whenever the file has changed."""
+    """Return something that differs whenever the file has changed."""
     with contextlib.suppress(OSError):
-        found = path.stat()
-        return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
+        stat = path.stat()
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino, stat.st_mode
     return None

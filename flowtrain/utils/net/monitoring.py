@@ -48,13 +48,13 @@ class Cached(Generic[T]):
     def get(self) -> T | None:
         """Return the value; None when the last attempt to read it failed."""
         with self._lock:
-            began = self._clock()
-            if began >= self._until:
+            start = self._clock()
+            if start >= self._until:
                 self._value = None
                 with contextlib.suppress(*self._failures):
                     self._value = self._read()
-                now = self._clock()
-                self._until = now + max(_FRESH_S, (now - began) / _MOST_SHARE)
+                end = self._clock()
+                self._until = end + max(_FRESH_S, (end - start) / _MOST_SHARE)
             return self._value
 
 
@@ -91,8 +91,8 @@ class Monitor:
         text = "Seconds from the head of a request to the end of its answer."
         self._seconds = self.seconds(f"{prefix}_request_seconds", text, label)
         text = f"Requests by {label} and status of the answer; none: cut before it."
-        both, registry = (label, "status"), self.registry
-        self._requests = Counter(f"{prefix}_requests", text, both, registry=registry)
+        labels, registry = (label, "status"), self.registry
+        self._requests = Counter(f"{prefix}_requests", text, labels, registry=registry)
         text = f"Bytes of answers by {label}, without their heads."
         self._bytes = Counter(f"{prefix}_sent_bytes", text, (label,), registry=registry)
         text = f"Requests under way by {label}."
@@ -118,7 +118,7 @@ class Monitor:
             # Without a valid token the application answers, as it does any other request.
             if is_read and scope["path"] == "/metrics" and self._may_read(scope):
                 return await self._answer_metrics(scope, receive, send)
-            return await self._counted(app, scope, receive, send)
+            return await self._count(app, scope, receive, send)
 
         return watched
 
@@ -131,8 +131,8 @@ class Monitor:
     def _may_read(self, scope: Scope) -> bool:
         if self._access is None:
             return True
-        sent = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
-        return self._access.caller(sent) is not None
+        header = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+        return self._access.caller(header) is not None
 
     async def _answer_health(self, scope: Scope, receive: Receive, send: Send) -> None:
         from starlette.responses import JSONResponse
@@ -151,21 +151,21 @@ class Monitor:
         headers = {"Content-Type": CONTENT_TYPE_LATEST, "Cache-Control": "no-store"}
         await Response(text, headers=headers)(scope, receive, send)
 
-    async def _counted(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        value, status = self._value_of(scope["path"]), "none"
+    async def _count(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        label, status = self._value_of(scope["path"]), "none"
 
         async def counting(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = str(message["status"])
-            self._bytes.labels(value).inc(len(message.get("body", b"")))
+            self._bytes.labels(label).inc(len(message.get("body", b"")))
             await send(message)
 
-        with self._open.labels(value).track_inprogress(), self._seconds.labels(value).time():
+        with self._open.labels(label).track_inprogress(), self._seconds.labels(label).time():
             try:
                 await app(scope, receive, counting)
             finally:
-                self._requests.labels(value, status).inc()
+                self._requests.labels(label, status).inc()
 
 
 def gauge(
@@ -174,7 +174,7 @@ def gauge(
     """Make a metric that goes up and down, of one value or of one for each tuple of labels."""
     from prometheus_client.core import GaugeMetricFamily
 
-    return _filled(GaugeMetricFamily(name, text, labels=labels), values)
+    return _fill(GaugeMetricFamily(name, text, labels=labels), values)
 
 
 def counter(
@@ -183,10 +183,10 @@ def counter(
     """Make a metric that only grows; Prometheus knows it by its name with `_total`."""
     from prometheus_client.core import CounterMetricFamily
 
-    return _filled(CounterMetricFamily(name, text, labels=labels), values)
+    return _fill(CounterMetricFamily(name, text, labels=labels), values)
 
 
-def _filled(family: Any, values: float | Mapping[Any, float]) -> Metric:
+def _fill(family: Any, values: float | Mapping[Any, float]) -> Metric:
     # Copied at once: the values may belong to another thread.
     for labels, value in (dict(values) if isinstance(values, Mapping) else {(): values}).items():
         family.add_metric((labels,) if isinstance(labels, str) else labels, value)

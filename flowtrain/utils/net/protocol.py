@@ -19,7 +19,7 @@ class Protocol(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._for_head: asyncio.TimerHandle | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -30,19 +30,19 @@ class Protocol(H11Protocol):
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._has_head()
+        self._stop_timer()
         super().connection_lost(exc)
 
     def _watch_head(self) -> None:
         if not self._is_idle:
-            self._has_head()
-        elif self._for_head is None:
-            self._for_head = self.loop.call_later(_HEAD_S, self.transport.abort)
+            self._stop_timer()
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(_HEAD_S, self.transport.abort)
 
-    def _has_head(self) -> None:
-        if self._for_head is not None:
-            self._for_head.cancel()
-            self._for_head = None
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     @property
     def _is_idle(self) -> bool:

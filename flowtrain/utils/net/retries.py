@@ -67,8 +67,8 @@ async def retried(
                 if number > max_retries:
                     raise GaveUp(f"{problem} (attempt {number}, the last)", problem, failure)
                 if time.monotonic() + wait_s >= deadline:
-                    why = f"no time is left for another attempt after {wait_s:.1f} s"
-                    raise GaveUp(f"{problem}; {why}", problem, failure)
+                    reason = f"no time is left for another attempt after {wait_s:.1f} s"
+                    raise GaveUp(f"{problem}; {reason}", problem, failure)
                 if on_retry is not None:
                     on_retry(number, failure)
                 await asyncio.sleep(wait_s)

@@ -64,12 +64,12 @@ def serve(
     printed. Where the application `has_tokens` of its own none is made, and it may be empty.
     """
     require("starlette.responses", "uvicorn")
-    given = os.environ.get(TOKEN_VARIABLE, "")
-    token = given or ("" if has_tokens else secrets.token_urlsafe(24))
+    set_token = os.environ.get(TOKEN_VARIABLE, "")
+    token = set_token or ("" if has_tokens else secrets.token_urlsafe(24))
 
     def announce() -> None:
         print(f"serving {what} at {address(listener)}", flush=True)
-        if token and not given:
+        if token and not set_token:
             print(
                 f"{TOKEN_VARIABLE}={token}  (made for this run; set it here too to keep one)",
                 flush=True,
@@ -131,7 +131,7 @@ def make_server(
         server_header=False,
         http=Protocol,
         h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
-        limit_concurrency=_places(),
+        limit_concurrency=_max_connections(),
         timeout_graceful_shutdown=_GRACE_S,
         timeout_keep_alive=_KEEP_ALIVE_S,
     )
@@ -139,15 +139,15 @@ def make_server(
     return server, listener
 
 
-def _places() -> int:
+def _max_connections() -> int:
     """Let this process open as many files as `_MOST` connections need, as far as it may. Return how
     many it may have: each may need a file beside itself, for its answer.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MOST
-    wanted = 2 * _MOST + _OTHER_FILES
-    soft = max(soft, wanted if hard == resource.RLIM_INFINITY else min(wanted, hard))
+    num_files = 2 * _MOST + _OTHER_FILES
+    soft = max(soft, num_files if hard == resource.RLIM_INFINITY else min(num_files, hard))
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return max(1, min(_MOST, (soft - _OTHER_FILES) // 2))
 

@@ -81,9 +81,9 @@ def writing_tensors(path: Path) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # tokenizers has no class for its errors
-            number = re.search(r"\(os error (\d+)\)", str(error))
-            if number is not None:
-                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+            match = re.search(r"\(os error (\d+)\)", str(error))
+            if match is not None:
+                raise OSError(int(match[1]), os.strerror(int(match[1]))) from error
             if isinstance(error, SafetensorError):
                 raise OSError(str(error)) from error
             raise

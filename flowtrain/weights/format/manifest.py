@@ -169,7 +169,7 @@ def total_bytes(files: Iterable[File]) -> int:
 
 
 def record(path: Path) -> File:
-    """Take the checksum of a file."""
+    """Return the record of a file, with its checksum."""
     return File(path.name, path.stat().st_size, _checksum(path))
 
 

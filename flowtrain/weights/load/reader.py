@@ -22,12 +22,7 @@ from flowtrain import _delta
 from flowtrain.utils.errors import user_error
 from flowtrain.weights.format.files import read_delta, read_snapshot
 from flowtrain.weights.format.manifest import Digest, Manifest, StoreError, add, total_bytes
-from flowtrain.weights.format.tensor_shards import (
-    DeltaBatch,
-    TensorShard,
-    digest_change,
-    digest_of,
-)
+from flowtrain.weights.format.tensor_shards import DeltaBatch, TensorShard, digest_change, digest_of
 from flowtrain.weights.load.target import HostTensors, Target, check_layout
 from flowtrain.weights.ranks import on_all_ranks
 from flowtrain.weights.stores.folder import Source
@@ -177,22 +172,23 @@ class WeightReader:
 
     def _find_path(self, version: int) -> UpdatePath:
         target = self.source.manifest(version)
-        held = self._manifest
+        start = self._manifest
         self._target.check(target)
-        if held is None:
+        if start is None:
             return UpdatePath(None, target, [], obstacle="nothing is held yet")
-        if held.root == target.root:
-            return UpdatePath(held, target, [])
+        if start.root == target.root:
+            return UpdatePath(start, target, [])
         try:
-            batches, num_bytes = self._read_deltas(held, target)
+            batches, num_bytes = self._read_deltas(start, target)
+            # At two bytes per word, a full snapshot would be shorter.
             if num_bytes > 2 * target.num_words:
                 raise StoreError(
-                    f"the deltas from version {held.version} to {target.version} are longer than "
+                    f"the deltas from version {start.version} to {target.version} are longer than "
                     "the weights"
                 )
         except (StoreError, _delta.DeltaError) as error:
-            return UpdatePath(held, target, [], obstacle=str(error))
-        return UpdatePath(held, target, batches, num_bytes=num_bytes)
+            return UpdatePath(start, target, [], obstacle=str(error))
+        return UpdatePath(start, target, batches, num_bytes=num_bytes)
 
     def _follow(self, path: UpdatePath) -> Loaded:
         target = path.target
@@ -252,7 +248,7 @@ class WeightReader:
     def _load_snapshot(self, target: Manifest) -> UpdatePath:
         """Load the newest full snapshot before the target and the deltas from there."""
         path, shards = on_all_ranks(self._target.ranks, lambda: self._read_snapshot(target))
-        self._manifest = None  # until all is written
+        self._manifest = None  # until all is written: a load that breaks off leaves no version
         self._target.write(shards)
         self._manifest = path.start
         self._apply(path)
@@ -271,8 +267,8 @@ class WeightReader:
         if snapshot.version != target.version:
             batches, delta_bytes = self._read_deltas(snapshot, target)
             num_bytes += delta_bytes
-        files = [self.source.fetch(snapshot.version, file) for file in snapshot.snapshot_files]
-        shards = [shard for file in files for shard in read_snapshot(file, target.layout)]
+        paths = [self.source.fetch(snapshot.version, file) for file in snapshot.snapshot_files]
+        shards = [shard for path in paths for shard in read_snapshot(path, target.layout)]
         _check_snapshot(snapshot, shards, self._num_threads)
         return UpdatePath(snapshot, target, batches, num_bytes=num_bytes), shards
 
@@ -317,7 +313,7 @@ def _check_snapshot(snapshot: Manifest, shards: list[TensorShard], num_threads: 
     for name, spec in snapshot.layout.items():
         parts = sorted((s for s in shards if s.name == name), key=lambda shard: shard.first)
         end = 0
-        for shard in parts:
+        for shard in parts:  # -1 where one overlaps, or leaves a gap
             end = end + len(shard.words()) if shard.first == end else -1
         if end != spec.num_words:
             raise StoreError(

@@ -158,44 +158,46 @@ class StridedView:
         """Find the ascending positions of the tensor that are in the view. Returns int64: their
         indices in `positions`, and where each is in memory.
         """
-        end = self.first + 1 + _reach(self.sizes, self.strides)
+        end = self.first + 1 + _num_spanned(self.sizes, self.strides)
         start, stop = torch.searchsorted(positions, torch.tensor([self.first, end])).tolist()
-        which = torch.arange(start, stop)
+        index = torch.arange(start, stop)
         remaining = positions[start:stop] - self.first
-        at = torch.full_like(remaining, self.to_first)
+        offset = torch.full_like(remaining, self.to_first)
         is_inside = torch.ones_like(remaining, dtype=torch.bool)
+        # Strides descend, so division by each gives the index; what is left at the end is outside.
         for n, stride, to_stride in zip(self.sizes, self.strides, self.to_strides, strict=True):
             i = remaining if stride == 1 else remaining // stride
             is_inside &= i < n
-            at += i * to_stride
+            offset += i * to_stride
             remaining = remaining - i * stride
         is_inside &= remaining == 0
-        return which[is_inside], at[is_inside]
+        return index[is_inside], offset[is_inside]
 
     def scatter(self, positions: Tensor, diffs: Tensor, undo: ExitStack) -> Digest:
         """Add differences at ascending positions of the tensor, leaving out those outside the view.
         Returns the digest change.
         """
-        which, at = self.locate(positions)
+        selected, offsets = self.locate(positions)
         device = self.memory.device
-        at = at.to(device)
-        index = positions[which].to(device)
-        old = self.memory[at]
-        undo.callback(lambda: self.memory.index_put_((at,), old))
-        new = old + diffs[which].to(device)
-        self.memory[at] = new
+        offsets = offsets.to(device)
+        index = positions[selected].to(device)
+        old = self.memory[offsets]
+        # Before the write: one that breaks off in the middle is undone too.
+        undo.callback(lambda: self.memory.index_put_((offsets,), old))
+        new = old + diffs[selected].to(device)
+        self.memory[offsets] = new
         return to_digest(digest_at(new, index) - digest_at(old, index))
 
     def write(self, flat: Tensor, first: int) -> None:
         """Copy from a run of whole rows of the tensor that starts at its word `first`."""
-        ahead = first - self.first
+        lead = first - self.first
         stride = self.strides[0]
-        row_words = 1 + _reach(self.sizes[1:], self.strides[1:])
-        start = max(0, -(-ahead // stride))
-        stop = min(self.sizes[0], (ahead + len(flat) - row_words) // stride + 1)
+        row_words = 1 + _num_spanned(self.sizes[1:], self.strides[1:])
+        start = max(0, -(-lead // stride))
+        stop = min(self.sizes[0], (lead + len(flat) - row_words) // stride + 1)
         if start < stop:
             sizes = (stop - start, *self.sizes[1:])
-            rows = flat.as_strided(sizes, self.strides, start * stride - ahead)
+            rows = flat.as_strided(sizes, self.strides, start * stride - lead)
             self.live()[start:stop].copy_(rows)
 
     def digest(self, num_threads: int) -> Digest:
@@ -214,17 +216,17 @@ class StridedView:
         return total
 
 
-def _reach(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
+def _num_spanned(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Words from the first to the last of a strided view."""
     return sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
 
 
-def check_layout(ours: Layout, theirs: Layout, version: int) -> None:
+def check_layout(held: Layout, stored: Layout, version: int) -> None:
     """Raise StoreError, with examples, when two layouts differ."""
-    if ours == theirs:
+    if held == stored:
         return
-    names = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
-    examples = [f"{name}: here {ours.get(name)}, there {theirs.get(name)}" for name in names[:3]]
+    names = sorted(n for n in held.keys() | stored.keys() if held.get(n) != stored.get(n))
+    examples = [f"{name}: here {held.get(name)}, there {stored.get(name)}" for name in names[:3]]
     raise StoreError(
         f"version {version} holds another model than the one here: {len(names)} tensors differ "
         f"({'; '.join(examples)})"
@@ -277,40 +279,40 @@ def _host(tensor: Tensor) -> Tensor:
 
 
 def _twins(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the tensors that are another one by a second name, each with the first name.
+    """Return the tied tensors: those that are another one by a second name, with the first name.
 
     Raises ValueError for tensors that share a part of their memory, or of their own.
     """
     twins: dict[str, str] = {}
-    places: dict[int, dict[str, np.ndarray[Any, Any]]] = {}
+    extents: dict[int, dict[str, np.ndarray[Any, Any]]] = {}
     for name, tensor in tensors.items():
         if not tensor.numel():
             continue
         if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ValueError(f"tensor {name!r} has several elements in one place")
-        place = _place_of(tensor)
-        beside = places.setdefault(tensor.untyped_storage().data_ptr(), {})
-        for other, its_place in beside.items():
-            if place.__array_interface__ == its_place.__array_interface__:
-                twins[name] = other
+        extent = _memory_extent(tensor)
+        neighbours = extents.setdefault(tensor.untyped_storage().data_ptr(), {})
+        for twin, other in neighbours.items():
+            if extent.__array_interface__ == other.__array_interface__:
+                twins[name] = twin
                 break
-            if np.shares_memory(place, its_place):
-                raise ValueError(f"tensors {other!r} and {name!r} share a part of their memory")
+            if np.shares_memory(extent, other):
+                raise ValueError(f"tensors {twin!r} and {name!r} share a part of their memory")
         else:
-            beside[name] = place
+            neighbours[name] = extent
     return twins
 
 
-def _place_of(tensor: Tensor) -> np.ndarray[Any, Any]:
+def _memory_extent(tensor: Tensor) -> np.ndarray[Any, Any]:
     """Describe where a tensor is, on any device, as an array whose elements nobody reads; a
     contiguous one as its bytes.
     """
     is_run, size = tensor.is_contiguous(), tensor.itemsize
-    place = {
+    interface = {
         "version": 3,
         "data": (tensor.data_ptr(), True),
         "typestr": "|V1" if is_run else f"|V{size}",
         "shape": (tensor.nbytes,) if is_run else tuple(tensor.shape),
         "strides": (1,) if is_run else tuple(step * size for step in tensor.stride()),
     }
-    return np.asarray(SimpleNamespace(__array_interface__=place))
+    return np.asarray(SimpleNamespace(__array_interface__=interface))

@@ -132,7 +132,7 @@ def encode_all(pairs: Sequence[tuple[Baseline, TensorShard]]) -> dict[str, Blob]
 
 @dataclass(frozen=True, slots=True)
 class SkipTiers:
-    """Deltas that wait to be composed, by tier; immutable, so that a failed publish leaves no
+    """The deltas that wait to be composed, by tier; immutable, so that a failed publish leaves no
     trace.
     """
 
@@ -146,18 +146,19 @@ class SkipTiers:
         """
         tiers = list(self.tiers)
         skips = {}
-        for i, waiting in enumerate(tiers):
-            tiers[i] = (*waiting, (base, blobs))
+        for i, pending in enumerate(tiers):
+            tiers[i] = (*pending, (base, blobs))
             if len(tiers[i]) < _SKIP:
                 break
+            # A full tier becomes one skip, which is the next delta of the tier above.
             base = tiers[i][0][0]
-            blobs = _composed([batch for _, batch in tiers[i]], num_threads)
+            blobs = _compose([batch for _, batch in tiers[i]], num_threads)
             tiers[i] = ()
             skips[base] = blobs
         return SkipTiers(tuple(tiers)), skips
 
 
-def _composed(batches: Sequence[dict[str, Blob]], num_threads: int) -> dict[str, Blob]:
+def _compose(batches: Sequence[dict[str, Blob]], num_threads: int) -> dict[str, Blob]:
     """Compose consecutive deltas, all at level 1, tensor by tensor."""
     blobs: dict[str, list[Blob]] = {}
     for name, blob in chain.from_iterable(batch.items() for batch in batches):

@@ -176,9 +176,10 @@ class Publisher:
             OSError: a disk is full or read-only; store and publisher are as before, on every rank.
             ValueError: the store cannot hold a tensor; the message names it.
         """
-        layout, shards = self._cut(tensors)
+        layout, shards = self._split(tensors)
         base = self._base if self._base is not None and self._base.layout == layout else None
         draft = self._draft_next(base, shards) if base else self._draft_first(layout, shards)
+        # The folder must be there before any rank writes into it.
         self._on_main(version, lambda: self._begin(version))
         files = self._all_or_none(
             version, lambda: self._write(version, layout, shards, draft=draft)
@@ -223,20 +224,20 @@ class Publisher:
         if self.store.head() != version:
             return False
         manifest = self.store.manifest(version)
-        layout, shards = self._cut(tensors)
+        layout, shards = self._split(tensors)
         draft = self._draft_first(layout, shards)
         digests = add_up(layout, gather(self.ranks, draft.digests))
         if (manifest.layout, manifest.digests) != (layout, digests):
             return False
         chain = DeltaChain(manifest.snapshot)
         while manifest.version != chain.snapshot:
-            before = max(manifest.delta_files)
-            chain = chain.plus(total_bytes(manifest.delta_files[before]))
-            manifest = self.store.manifest(before)
+            base = max(manifest.delta_files)  # not a skip, which starts further back
+            chain = chain.plus(total_bytes(manifest.delta_files[base]))
+            manifest = self.store.manifest(base)
         self._base = _Base(version, layout, draft.baselines, chain=chain)
         return True
 
-    def _cut(self, tensors: Mapping[str, Tensor]) -> tuple[Layout, list[TensorShard]]:
+    def _split(self, tensors: Mapping[str, Tensor]) -> tuple[Layout, list[TensorShard]]:
         dtype = self.options.dtype
         layout = {name: spec_of(name, tensor, dtype) for name, tensor in sorted(tensors.items())}
         return layout, local_shards(tensors, dtype, self.ranks.rank, num_ranks=self.ranks.size)
@@ -270,8 +271,8 @@ class Publisher:
         if not self.policy.is_dense(num_bytes, full_bytes):
             changed = {name: blobs[name] for name, change in changes.items() if change.num_words}
             # Level 1 composes without the weights that each delta starts from.
-            plain = {name: base.baselines[name].to_level_1(blob) for name, blob in changed.items()}
-            skips, deltas = base.skips.plus(base.version, plain, self.options.num_threads)
+            level_1 = {name: base.baselines[name].to_level_1(x) for name, x in changed.items()}
+            skips, deltas = base.skips.plus(base.version, level_1, self.options.num_threads)
             deltas[base.version] = changed
         return _Draft(
             baselines=base.baselines,
@@ -291,7 +292,7 @@ class Publisher:
         """
         blobs: dict[str, Blob] = {}
         num_bytes = full_bytes = 0
-        for part in _sample_and_rest(shards):
+        for part in _split_sample(shards):
             # All ranks take the same decision, so none waits for another's sizes in vain.
             if not self.policy.is_dense(num_bytes, full_bytes):
                 blobs |= encode_all([(base.baselines[shard.name], shard) for shard in part])
@@ -359,15 +360,15 @@ class Publisher:
             raise
 
 
-def _sample_and_rest(shards: list[TensorShard]) -> tuple[list[TensorShard], list[TensorShard]]:
+def _split_sample(shards: list[TensorShard]) -> tuple[list[TensorShard], list[TensorShard]]:
     """Split off a sample of at least an eighth of the weights.
 
     A hash of the names picks it, so that it has tensors of all kinds and layers.
     """
-    others = sorted(shards, key=lambda shard: zlib.crc32(shard.name.encode()))
+    remaining = sorted(shards, key=lambda shard: zlib.crc32(shard.name.encode()))
     sample: list[TensorShard] = []
-    missing = sum(shard.source.numel() for shard in shards) / 8
-    while missing > 0:
-        sample.append(others.pop())
-        missing -= sample[-1].source.numel()
-    return sample, others
+    num_wanted = sum(shard.source.numel() for shard in shards) / 8
+    while num_wanted > 0:
+        sample.append(remaining.pop())
+        num_wanted -= sample[-1].source.numel()
+    return sample, remaining

@@ -140,6 +140,7 @@ class WeightStore:
         with self.claim():
             versions = self.versions()
             older = [v for v in versions if v <= version]
+            # HEAD moves first: what a rollback that is cut short leaves beyond it, nobody reads.
             if not older:
                 (self.root / "HEAD").unlink()
                 sync(self.root)

@@ -91,12 +91,13 @@ class HttpObjects:
         url = f"{self.url}/{key}?xxh3={content}{'&again' if is_again else ''}"
         data = bytearray()
         num_failures = 0
-        while (num_held := len(data)) < stop - start:
+        while (num_before := len(data)) < stop - start:
             try:
                 self._append(data, url, start, stop)
                 break
             except _Cut as cut:
-                has_gained = len(data) > num_held + _CHUNK
+                # What arrives between two failures shows that the link works: start counting anew.
+                has_gained = len(data) > num_before + _CHUNK
                 num_failures = 1 if has_gained else num_failures + 1
                 self._pause(f"{self.url}/{key}", cut, num_failures)
         return bytes(data)
@@ -107,14 +108,15 @@ class HttpObjects:
             raise StoreError(
                 f"{url}: {cut}, {num_failures} times; check the address and that the server runs"
             ) from cut
-        own_s = pause_s(num_failures, self._backoff_s, _LONGEST_PAUSE_S)
-        time.sleep(max(own_s, min(cut.pause_s, _LONGEST_PAUSE_S)))
+        backoff_s = pause_s(num_failures, self._backoff_s, _LONGEST_PAUSE_S)
+        time.sleep(max(backoff_s, min(cut.pause_s, _LONGEST_PAUSE_S)))
 
     def _read_all(self, url: str, limit: int) -> bytes:
         data = bytearray()
         with self._open(url, {"Cache-Control": "no-cache"}) as response:
             response.end_after(self._limit_s(limit))
             announced = response.length
+            # One byte more than the limit tells a file that is too long from one that just fits.
             while chunk := _read(response, min(limit + 1 - len(data), _CHUNK)):
                 data += chunk
                 if len(data) > limit:
@@ -125,9 +127,10 @@ class HttpObjects:
 
     def _append(self, data: bytearray, url: str, start: int, stop: int) -> None:
         """Request the missing bytes of a piece once, and add those that come."""
-        first = at = start + len(data)
+        # `first` is where this answer begins in the file, `position` how far it has come.
+        first = position = start + len(data)
         try:
-            response = self._open(url, {"Range": f"bytes={at}-{stop - 1}"})
+            response = self._open(url, {"Range": f"bytes={position}-{stop - 1}"})
         except _PastTheEnd:
             return  # the file ends before: its checksum will differ
         with response:
@@ -136,16 +139,16 @@ class HttpObjects:
                 if start:
                     raise StoreError(f"{url}: the server sends no parts of files (byte ranges)")
                 data.clear()
-                first = at = 0
-            elif not _is_range(response.headers.get("Content-Range", ""), at):
+                first = position = 0
+            elif not _is_range(response.headers.get("Content-Range", ""), position):
                 raise _Cut("the server sent another range than it was asked for")
             announced = response.length
-            response.end_after(self._limit_s(stop - at))
-            while at < stop and (chunk := _read(response, min(stop - at, _CHUNK))):
+            response.end_after(self._limit_s(stop - position))
+            while position < stop and (chunk := _read(response, min(stop - position, _CHUNK))):
                 data += chunk
-                at += len(chunk)
-        if at < stop and (announced is None or at - first < announced):
-            raise _Cut(f"the connection was cut after {at} bytes")
+                position += len(chunk)
+        if position < stop and (announced is None or position - first < announced):
+            raise _Cut(f"the connection was cut after {position} bytes")
 
     def _open(self, url: str, headers: dict[str, str]) -> _TimedResponse:
         try:
@@ -158,8 +161,8 @@ class HttpObjects:
                 raise _PastTheEnd from None
             if may_pass(error.code):
                 reason = f"the server answered {error.code} {error.reason}"
-                asked_s = retry_after_s(error.headers.get("Retry-After", ""))
-                raise _Cut(reason, asked_s) from error
+                least_s = retry_after_s(error.headers.get("Retry-After", ""))
+                raise _Cut(reason, least_s) from error
             raise _refusal(url, error, bool(self._headers)) from None
         except (OSError, HTTPException) as error:
             cause = error.reason if isinstance(error, URLError) else error
@@ -254,8 +257,8 @@ class _TimedResponse(HTTPResponse):
 
 class _Handler(AbstractHTTPHandler):
     def do_open(self, http_class: Any, req: Request, **options: Any) -> Any:
-        def connect(host: str, **given: Any) -> HTTPConnection:
-            connection: HTTPConnection = http_class(host, **given)
+        def connect(host: str, **arguments: Any) -> HTTPConnection:
+            connection: HTTPConnection = http_class(host, **arguments)
             connection.response_class = _TimedResponse
             return connection
 

@@ -38,7 +38,7 @@ from flowtrain.weights.stores.http import HttpObjects
 _log = logging.getLogger(__name__)
 
 _PIECE = 8 << 20
-"""What a download that was killed may lose, once for each connection."""
+"""Bytes that a download may lose when it is killed, once for each connection."""
 _CONNECTIONS = 4
 """Pieces under way or in memory at a time."""
 _BUCKETS = ("s3", "gs", "az")
@@ -99,6 +99,7 @@ class RemoteStore:
         return self._newest
 
     def manifest(self, version: int) -> Manifest:
+        # A folder beyond HEAD was never published, or is not whole yet: HEAD moves last.
         if self._newest is None or version > self._newest:
             head = self.head()
             if head is None or version > head:
@@ -112,39 +113,39 @@ class RemoteStore:
     def fetch(self, version: int, file: File) -> Path:
         key = f"{_folder_of(version)}/{file.name}"
         path = self._cache / key
-        part = path.with_name(f"{file.name}.part")
+        partial = path.with_name(f"{file.name}.part")
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            path.replace(part)  # checked again as if it had just come
+            path.replace(partial)  # checked again as if it had just come
         for is_again in (False, True):
-            with part.open("ab") as out:
+            with partial.open("ab") as out:
                 for piece in self._pieces(key, out.tell(), file, is_again):
                     out.write(piece)
-            if not (damage := mismatch(part, file)):
-                return part.replace(path)
-            part.unlink()
+            if not (damage := mismatch(partial, file)):
+                return partial.replace(path)
+            partial.unlink()
             _log.warning("%s/%s came damaged: %s", self, key, damage)
         raise StoreError(
             f"{self}/{key} came damaged twice: {damage}; it is not the file of its manifest, "
             "publish a full snapshot, or copy the store again"
         )
 
-    def _pieces(self, key: str, at: int, file: File, is_again: bool) -> Iterator[bytes]:
-        """Yield the bytes of a file from `at` on."""
+    def _pieces(self, key: str, offset: int, file: File, is_again: bool) -> Iterator[bytes]:
+        """Yield the bytes of a file from `offset` on, several requests ahead and in order."""
 
         def get(start: int) -> bytes:
             stop = min(start + _PIECE, file.num_bytes)
             return self._objects.piece(key, start, stop, file.xxh3, is_again=is_again)
 
-        under_way: deque[Future[bytes]] = deque()
+        requests: deque[Future[bytes]] = deque()
         pool = ThreadPoolExecutor(_CONNECTIONS, "pieces")
         try:
-            for start in range(at, file.num_bytes, _PIECE):
-                under_way.append(pool.submit(get, start))
-                if len(under_way) == _CONNECTIONS:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
+            for start in range(offset, file.num_bytes, _PIECE):
+                requests.append(pool.submit(get, start))
+                if len(requests) == _CONNECTIONS:
+                    yield requests.popleft().result()
+            while requests:
+                yield requests.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -206,7 +207,7 @@ class Bucket:
 
     def read(self, key: str, limit: int) -> bytes:
         data = bytearray()
-        with self._explained(key):
+        with self._explain_errors(key):
             for chunk in self._api.get(self._store, key).stream():
                 data += chunk
                 if len(data) > limit:
@@ -216,17 +217,17 @@ class Bucket:
         return bytes(data)
 
     def piece(self, key: str, start: int, stop: int, content: str, *, is_again: bool) -> bytes:
-        with self._explained(key):
+        with self._explain_errors(key):
             return bytes(self._api.get_range(self._store, key, start=start, end=stop))
 
     @contextmanager
-    def _explained(self, key: str) -> Iterator[None]:
-        where = f"{self.url}/{key}"
+    def _explain_errors(self, key: str) -> Iterator[None]:
+        address = f"{self.url}/{key}"
         try:
             yield
         except FileNotFoundError as error:
             raise NotThere(
-                f"{where} is not there: the version was never copied there or was collected, or "
+                f"{address} is not there: the version was never copied there or was collected, or "
                 "the address is wrong"
             ) from error
         except (
@@ -235,9 +236,9 @@ class Bucket:
             self._errors.InvalidPathError,
             self._errors.NotSupportedError,
         ) as error:
-            raise UserError(f"{where}: {_line(error)}") from error
+            raise UserError(f"{address}: {_line(error)}") from error
         except (self._errors.BaseError, OSError, ValueError) as error:
-            raise StoreError(f"{where}: {_line(error)}") from error
+            raise StoreError(f"{address}: {_line(error)}") from error
 
 
 def _line(error: Exception) -> str:

@@ -112,7 +112,7 @@ def _answer(store: WeightStore, request: Request) -> Response:
 
     path = _find(store, request.scope["path"])
     checksum = request.query_params.get("xxh3", "")
-    if path is None or (checksum and not _has(path, checksum)):
+    if path is None or (checksum and not _has_checksum(path, checksum)):
         return PlainTextResponse("there is no such file\n", 404)
     headers = {"Cache-Control": _FOR_EVER if checksum else "no-cache"}
     if path.suffix == ".safetensors":
@@ -132,23 +132,25 @@ def _find(store: WeightStore, path: str) -> Path | None:
         return None
     if match["version"] is not None and not _is_published(store, int(match["version"])):
         return None
+    # A link in the store must not lead out of it.
     root = Path(os.path.realpath(store.root))
     file = Path(os.path.realpath(store.root / path[1:]))
     return file if file.is_relative_to(root) and file.is_file() else None
 
 
-def _has(path: Path, checksum: str) -> bool:
+def _has_checksum(path: Path, checksum: str) -> bool:
     """Tell whether the manifest gives the file that checksum."""
     manifest = path.with_name("manifest.json")
     try:
+        # A version that was rolled back and published again has another inode and time.
         stat = manifest.stat()
-        return (path.name, checksum) in _files_at(manifest, stat.st_ino, stat.st_mtime_ns)
+        return (path.name, checksum) in _files_of(manifest, stat.st_ino, stat.st_mtime_ns)
     except (StoreError, FileNotFoundError):  # or it is collected just now
         return False
 
 
 @lru_cache(256)
-def _files_at(manifest: Path, _inode: int, _mtime_ns: int) -> frozenset[tuple[str, str]]:
+def _files_of(manifest: Path, _inode: int, _mtime_ns: int) -> frozenset[tuple[str, str]]:
     """Return names and checksums of files: a manifest is parsed once for all parts of them."""
     text = read_whole(manifest, MAX_MANIFEST).decode(errors="replace")
     return frozenset((f.name, f.xxh3) for f in Manifest.from_json(text, str(manifest)).files)
