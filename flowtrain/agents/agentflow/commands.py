@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from flowtrain.agents.agentflow.lenient import canonical, cut_end_of_turn
+from flowtrain.agents.agentflow.replies import canonical, cut_end_of_turn
 from flowtrain.records import ToolCall
 from flowtrain.tools import ToolCard
 from flowtrain.utils.text import encodable

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flowtrain.agents.agentflow.lenient import find_answer
 from flowtrain.agents.agentflow.memory import Memory
 from flowtrain.agents.agentflow.prompts import analysis_text, memory_json
+from flowtrain.agents.agentflow.replies import find_answer
 from flowtrain.inference.chat import ChatEngine
 from flowtrain.records import Task
 from flowtrain.tasks.corpus import passage_value

@@ -22,10 +22,9 @@ from typing import Any, ClassVar
 
 from flowtrain.agents.agentflow.build import make_planner, make_refiner, make_verifier
 from flowtrain.agents.agentflow.flow import Flow
-from flowtrain.agents.agentflow.lenient import cut_end_of_turn
 from flowtrain.agents.agentflow.planner import NO_TOOL, ModelPlanner, parse_action, read_action
 from flowtrain.agents.agentflow.refiner import ModelRefiner
-from flowtrain.agents.agentflow.verdicts import read_verdict
+from flowtrain.agents.agentflow.replies import cut_end_of_turn, read_verdict
 from flowtrain.agents.agentflow.verifier import ModelVerifier
 from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.agents.base import Agent
