@@ -118,9 +118,9 @@ def _is_full(config: cfg.Config, role: PolicyName, voice: Voice) -> bool:
 
 def make_agentflow(context: AgentContext) -> Flow:
     """Make AgentFlow's flow around the policies of the context."""
-    own, chats = context.policies, context.chats
+    policies, chats = context.policies, context.chats
     return make_flow(
-        context.config, own["planner"], context.tools, context.max_turns, chats, policies=own
+        context.config, policies["planner"], context.tools, context.max_turns, chats, policies
     )
 
 
@@ -177,9 +177,7 @@ def make_flow(
         verifier=verifier,
         generator=Generator(chats.get("generator")),
         limits=FlowLimits(
-            max_turns,
-            timeout_s=agent.rollout_timeout_s,
-            memory_tokens=agent.memory_tokens,
+            max_turns, timeout_s=agent.rollout_timeout_s, memory_tokens=agent.memory_tokens
         ),
         analyst=analyse,
         refiner=refine,

@@ -148,8 +148,8 @@ class Flow:
 
     def _memory_before(self, trajectory: Trajectory, turn: int) -> Memory:
         memory = Memory(analysis=trajectory.analysis)
-        for done in trajectory.turns[:turn]:
-            memory = memory.add(MemoryEntry.of(done))
+        for past_turn in trajectory.turns[:turn]:
+            memory = memory.add(MemoryEntry.of(past_turn))
         return memory
 
     def _budget(self) -> Budget:
@@ -159,6 +159,7 @@ class Flow:
         """Analyse, then take turns; return why they ended before STOP, or ""."""
         try:
             async with cutoff():
+                # A branch has its parent's analysis in its memory.
                 if self.analyst is not None and rollout.prefix is None:
                     with _role("analyst"):
                         analysis = await self.analyst.analyse(rollout.task)
@@ -227,7 +228,7 @@ class Flow:
         seed = rollout.seed
         left_s = rollout.deadline.left_s()
         prefix = rollout.prefix
-        rollout.prefix = None
+        rollout.prefix = None  # only the first turn of a branch completes a response
         if prefix is not None:
             return await self.planner.resume(prefix, index, seed, left_s)
         return await self.planner.plan(rollout.task, rollout.shown, index, seed, left_s)
@@ -249,10 +250,10 @@ class Flow:
         action = turn.action
         if self.refiner is None or action is None or action.tool_name not in self.passage_tools:
             return turn
-        (used,) = turn.tool_calls
-        if used.result.error is not None:
+        (search,) = turn.tool_calls
+        if search.result.error is not None:
             return turn
-        moment = Moment(rollout.task, rollout.shown, action.sub_goal, used.result.output)
+        moment = Moment(rollout.task, rollout.shown, action.sub_goal, search.result.output)
         text, call = await self.refiner.refine(
             moment, seed=rollout.module_seed("refiner"), deadline_s=self._module_s(rollout)
         )

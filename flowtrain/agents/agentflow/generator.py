@@ -43,8 +43,8 @@ class Generator:
             question=task.prompt, analysis=analysis_text(memory), memory=memory_json(memory)
         )
         output = await self.engine.ask(prompt, seed=seed, deadline_s=deadline_s)
-        found, rules = find_answer(output)
-        return Answer(found, output, rules)
+        text, rules = find_answer(output)
+        return Answer(text, output, rules)
 
 
 def by_rule(task: Task, memory: Memory) -> str:

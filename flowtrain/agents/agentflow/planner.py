@@ -115,7 +115,7 @@ def read_action(
 
     Returns the action, and the names of the rules that it took.
     """
-    action, used = parse_action(text, tool_names), []
+    action, rules = parse_action(text, tool_names), []
     for rule, rewrite in replies.PLAN_RULES.items():
         if rule == "json" and _is_found(action):
             continue
@@ -123,12 +123,12 @@ def read_action(
         rewritten = parse_action(text, tool_names)
         if rewritten is not None and rewritten != action:
             action = rewritten
-            used.append(rule)
+            rules.append(rule)
     if action is not None and not _is_found(action):
         tool = replies.tool_of(action.tool_name.removeprefix(NO_TOOL), spellings)
         if tool:
-            action, used = replace(action, tool_name=tool), [*used, "tool_name"]
-    return action, tuple(used) if action is not None else ()
+            action, rules = replace(action, tool_name=tool), [*rules, "tool_name"]
+    return action, tuple(rules) if action is not None else ()
 
 
 def _is_found(action: Action | None) -> bool:
@@ -137,8 +137,8 @@ def _is_found(action: Action | None) -> bool:
 
 def match_tool(name: str, tool_names: Collection[str]) -> str:
     """Return the tool's own spelling; case, hyphens and runs of spaces do not matter."""
-    wanted = replies.canonical(name)
-    return next((tool for tool in tool_names if replies.canonical(tool) == wanted), NO_TOOL + name)
+    key = replies.canonical(name)
+    return next((tool for tool in tool_names if replies.canonical(tool) == key), NO_TOOL + name)
 
 
 def _json_fields(text: str) -> dict[str, str]:

@@ -45,12 +45,10 @@ class RuleRefiner:
 
 def best_passage(moment: Moment) -> str:
     """Return the passage that `RuleRefiner` picks."""
-    wanted = set(words(moment.sub_goal))
+    terms = set(words(moment.sub_goal))
     lines = [line for line in moment.passages.splitlines() if line.strip()]
     return max(
-        lines,
-        key=lambda line: len(wanted.intersection(words(line))),
-        default=moment.passages,
+        lines, key=lambda line: len(terms.intersection(words(line))), default=moment.passages
     )
 
 
@@ -83,10 +81,10 @@ class FullRefinerPrompt:
 
     def render(self, moment: Moment) -> str:
         entries = moment.memory.entries
-        known = "\n".join(f"- {entry.sub_goal}: {entry.result}" for entry in entries)
+        findings = "\n".join(f"- {entry.sub_goal}: {entry.result}" for entry in entries)
         return PROMPT.format(
             question=moment.task.prompt,
-            known=known or "- nothing yet",
+            known=findings or "- nothing yet",
             sub_goal=moment.sub_goal,
             passages=moment.passages,
         )

@@ -56,11 +56,11 @@ class TeacherVoice:
         call = await self.teacher.reply(self.prompt, moment, seed=seed, deadline_s=deadline_s)
         reply = cut_end_of_turn(call.text).strip()
         prompt_ids = self.policy.read(prompt, moment)
-        said, is_same = self.read(reply)
-        if said is None:
+        content, is_same = self.read(reply)
+        if content is None:
             return Call(prompt_ids, (), (), (), FinishReason.STOP, reply)
         keeps = is_same and prompt.prefix == self.prompt.prefix
-        text = reply if keeps else prompt.write(said)
+        text = reply if keeps else prompt.write(content)
         return self.policy.imitate(prompt_ids, text, prompt.is_message)
 
     def measure(self, text: str) -> int:
@@ -82,12 +82,12 @@ def taught(agent: Agent, teacher: ChatEngine, config: Config, tools: Mapping[str
         )
     voice = ChatVoice(teacher, config.rollout.request_timeout_s)
     role = config.train.policy
-    make, read = _ROLES[role]
+    make, reader = _ROLES[role]
     module = getattr(agent, role)
-    own = TeacherVoice(
-        voice, make(config, voice, tools).prompt, module.voice, partial(read, module)
+    teacher_voice = TeacherVoice(
+        voice, make(config, voice, tools).prompt, module.voice, partial(reader, module)
     )
-    return replace(agent, **{role: replace(module, voice=own)})
+    return replace(agent, **{role: replace(module, voice=teacher_voice)})
 
 
 def _read_plan(planner: ModelPlanner, reply: str) -> tuple[Action | None, bool]:

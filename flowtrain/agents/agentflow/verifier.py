@@ -145,20 +145,20 @@ def facts_enough(question: str, memory: Memory) -> bool:
         return True
     if re.search(r"\b(plus|minus|times)\b", question):
         return entry.tool_name == "Python_Coder"
-    asked = re.search(r"\bthe (.+?) of ", question)
+    attribute = re.search(r"\bthe (.+?) of ", question)
     return entry.tool_name == "Search" and (
-        asked is None or entry.result.startswith(f"The {asked.group(1)} of ")
+        attribute is None or entry.result.startswith(f"The {attribute.group(1)} of ")
     )
 
 
 def gameof24_enough(question: str, memory: Memory) -> bool:
     """An expression of 24 that uses each number in the question's brackets once is enough."""
     entry = memory.entries[-1]
-    given = re.search(r"\[([0-9, ]+)\]", question)
+    brackets = re.search(r"\[([0-9, ]+)\]", question)
     if entry.tool_name != "Python_Coder" or not _is_24(entry.result):
         return False
-    used = sorted(re.findall("[0-9]+", entry.sub_goal))
-    return given is None or used == sorted(re.findall("[0-9]+", given[1]))
+    numbers = sorted(re.findall("[0-9]+", entry.sub_goal))
+    return brackets is None or numbers == sorted(re.findall("[0-9]+", brackets[1]))
 
 
 def _is_24(text: str) -> bool:

@@ -169,10 +169,10 @@ class ChatTemplate:
 
     def _closing(self) -> str:
         reply = {"role": "assistant", "content": f"{_MARK}reply"}
-        _, found, after = self.render([_USER, reply], reply=False).rpartition(f"{_MARK}reply")
-        if not found:
+        _, mark, closing = self.render([_USER, reply], reply=False).rpartition(f"{_MARK}reply")
+        if not mark:
             raise TemplateRewrites("the chat template does not show what the assistant said")
-        return after
+        return closing
 
     def _probe(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         try:
@@ -256,9 +256,7 @@ class Conversation:
         has_end = self.template.has_end(response_ids, ended)
         response = _Response(len(self.messages), tuple(response_ids), thinks, has_end)
         return replace(
-            self,
-            messages=(*self.messages, message),
-            _responses=(*self._responses, response),
+            self, messages=(*self.messages, message), _responses=(*self._responses, response)
         )
 
     def add(self, new_messages: Sequence[Message]) -> Conversation:
@@ -268,12 +266,12 @@ class Conversation:
         messages = (*self.messages, *new_messages)
         stem = f"{_MARK}{secrets.token_hex(8)}"  # in no message, as nobody can have known it
         marks = [_Marks.of(stem, response.place) for response in self._responses]
-        shown = list(messages)
+        placeholders = list(messages)
         for response, mark in zip(self._responses, marks, strict=True):
-            shown[response.place] = mark.placeholder(
+            placeholders[response.place] = mark.placeholder(
                 messages[response.place], response.thinks, with_calls=bool(template.closing)
             )
-        text = template.render(shown, self.tools)
+        text = template.render(placeholders, self.tools)
         gaps: list[_Gap] = []
         responses: list[_Response] = []
         place = 0
@@ -317,34 +315,34 @@ class _Marks:
 
     @classmethod
     def of(cls, stem: str, place: int) -> _Marks:
-        own = f"{stem}n{place}"
-        return cls(f"{own}tZ", f"{own}cZ", f"{own}aZ")
+        prefix = f"{stem}n{place}"
+        return cls(f"{prefix}tZ", f"{prefix}cZ", f"{prefix}aZ")
 
     def placeholder(self, message: Message, thinks: bool, with_calls: bool) -> Message:
         """Return a message of the same parts: a thinking, a content, and one call of a tool."""
         thinking = f"<think>\n{self.thinking}\n{THINK_END}\n\n" if thinks else ""
-        shown = {"role": "assistant", "content": thinking + self.content}
+        placeholder = {"role": "assistant", "content": thinking + self.content}
         calls = message.get("tool_calls") if with_calls else None
         if not calls:
-            return shown
+            return placeholder
         # One call alone, because some templates take no more.
         first = calls[0]
         call = _call(first["function"]["name"], {"text": self.argument}, first.get("id") or _ID)
-        return {**shown, "tool_calls": [call]}
+        return {**placeholder, "tool_calls": [call]}
 
     def find(self, text: str, place: int, closing: str) -> _Slot:
         """Find the response from `place` on. Raises TemplateRewrites."""
         marks = (self.thinking, self.content, self.argument)
         if max(text.count(mark) for mark in marks) > 1:
             raise TemplateRewrites("the chat template repeats what the assistant said")
-        found = [text.find(mark, place) for mark in marks]
-        if max(found) < 0:
+        starts = [text.find(mark, place) for mark in marks]
+        if max(starts) < 0:
             raise TemplateRewrites("the chat template leaves out what the assistant said")
-        last = max(start + len(mark) for start, mark in zip(found, marks, strict=True))
+        last = max(start + len(mark) for start, mark in zip(starts, marks, strict=True))
         end = text.find(closing, last)
         if end < 0:
             raise TemplateRewrites("the chat template ends replies in more than one way")
-        thinking, content, argument = found
+        thinking, content, argument = starts
         if 0 <= argument < content:
             content = -1
         return _Slot(content, end, thinking >= 0)
@@ -374,10 +372,10 @@ def _plain(message: Message) -> dict[str, Any]:
 
 def _arguments(function: Mapping[str, Any]) -> Any:
     """Return the arguments of a call as an object, where their text is one."""
-    given = function.get("arguments", {})
-    if not isinstance(given, str):
-        return given
+    arguments = function.get("arguments", {})
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        return json.loads(given)
+        return json.loads(arguments)
     except (ValueError, RecursionError):
-        return given
+        return arguments

@@ -58,7 +58,7 @@ def check_history(messages: Sequence[Message]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ChatRequest:
     """A request for the next message of a conversation."""
 
     model: str
@@ -77,7 +77,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedCall:
+class ReplyCall:
     """A call of a tool that a response asks for."""
 
     id: str
@@ -96,7 +96,7 @@ class Reply:
 
     id: str
     text: str
-    calls: tuple[AskedCall, ...]
+    calls: tuple[ReplyCall, ...]
     finish_reason: Literal["stop", "length", "tool_calls"]
     num_prompt_tokens: int
     num_response_tokens: int
