@@ -32,18 +32,18 @@ def solved(task: Task, turns: Sequence[Turn], closing: str = "") -> list[SubGoal
 
     `closing`: what the generator wrote after the last turn (`Trajectory.output`), if it did.
     """
-    found = dict.fromkeys(sought(task), False)
+    findable = dict.fromkeys(sought(task), False)
     reached = []
     for turn in turns:
-        written = "" if turn.problem else spaced(turn.call.text)
-        reached += [goal for goal in found if found[goal] and _names(goal, written)]
-        for given, output in findings(turn):
-            asked, result = spaced(given), spaced(output)
-            for goal in found:
-                found[goal] |= _names(goal, result) and not _names(goal, asked)
-    written = spaced(closing)
-    reached += [goal for goal in found if found[goal] and _names(goal, written)]
-    return [goal for goal in found if goal in reached]
+        text = "" if turn.problem else spaced(turn.call.text)
+        reached += [goal for goal in findable if findable[goal] and _names(goal, text)]
+        for query, output in findings(turn):
+            query_words, result = spaced(query), spaced(output)
+            for goal in findable:
+                findable[goal] |= _names(goal, result) and not _names(goal, query_words)
+    text = spaced(closing)
+    reached += [goal for goal in findable if findable[goal] and _names(goal, text)]
+    return [goal for goal in findable if goal in reached]
 
 
 def solved_weight(task: Task, turns: Sequence[Turn], output: str = "") -> float:
@@ -106,9 +106,9 @@ class Hints:
 def findings(turn: Turn) -> Iterator[tuple[str, str]]:
     """Yield what each tool of a turn was given, and what it found."""
     planned = f"{turn.action.context} {turn.action.sub_goal} " if turn.action else ""
-    for used in turn.tool_calls:
-        if used.result.error is None and used.name != MEMORY:
-            yield planned + _unescaped(used.arguments), used.result.output
+    for call in turn.tool_calls:
+        if call.result.error is None and call.name != MEMORY:
+            yield planned + _unescaped(call.arguments), call.result.output
 
 
 def _unescaped(arguments: str) -> str:
