@@ -97,7 +97,7 @@ class Policy:
 
     @property
     def max_tokens(self) -> int:
-        """Longest prompt and response together."""
+        """Return the tokens of the longest prompt and response together."""
         return self.engine.max_tokens
 
     async def sample(

@@ -97,7 +97,7 @@ class Session:
 
     @property
     def policy(self) -> Policy:
-        """The run's first policy: that of most agents, which have no other."""
+        """Return the run's first policy: that of most agents, which have no other."""
         return next(iter(self.policies.values()))
 
     def policy_of(self, name: PolicyName = "") -> Policy:
@@ -111,7 +111,7 @@ class Session:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns so far, in the order in which their responses were asked for."""
+        """Return the turns so far, in the order in which their responses were asked for."""
         return tuple(self._turns[number] for number in sorted(self._turns))
 
     @property
@@ -123,7 +123,7 @@ class Session:
         return self._turn_rewards
 
     def left_s(self) -> float:
-        """The seconds that the rollout has left."""
+        """Return the seconds that the rollout has left."""
         return self._deadline.left_s()
 
     async def sample(

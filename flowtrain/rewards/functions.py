@@ -108,18 +108,18 @@ class RewardFunctions:
             return None
         functions = tuple(_load(name, weight) for name, weight in options.function.items())
         parts = [function.part for function in functions]
-        if twice := [
+        if twins := [
             function for place, function in enumerate(functions) if function.part in parts[:place]
         ]:
             raise UserError(
-                f"reward.function={twice[0].name!r}: another one is called {twice[0].part!r}, too"
+                f"reward.function={twins[0].name!r}: another one is called {twins[0].part!r}, too"
             )
         pool = BlockingPool(MAX_CONCURRENCY + MAX_LOST, "reward")
         return cls(options, policies, functions, asyncio.Semaphore(MAX_CONCURRENCY), pool)
 
     @property
     def name(self) -> str:
-        """The names of all functions, for `scored_by`."""
+        """Return the names of all functions, for `scored_by`."""
         return " + ".join(function.name for function in self.functions)
 
     def check(self, tasks: Sequence[Task]) -> None:

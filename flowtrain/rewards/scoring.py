@@ -47,10 +47,10 @@ def score(
     async def score_all() -> list[Trajectory]:
         trajectories = [t for group in groups for t in group.trajectories]
         async with asyncio.TaskGroup() as running:
-            scored = [
+            runs = [
                 running.create_task(score_one(t, judge, functions, bounds)) for t in trajectories
             ]
-        return [task.result() for task in scored]
+        return [task.result() for task in runs]
 
     results = iter(run_to_end(score_all()))
     return [

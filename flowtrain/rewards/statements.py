@@ -85,13 +85,15 @@ class Numbers:
 
     def is_equal(self, answer: str, gold: str, factor: Fraction) -> bool:
         """Return whether `factor` times the answer is the gold value."""
-        one, other = self._read(answer), self._read(gold)
-        return one is not None and other is not None and factor * one == other
+        value, gold_value = self._read(answer), self._read(gold)
+        return value is not None and gold_value is not None and factor * value == gold_value
 
     def is_rounded(self, exact: str, rounded: str) -> bool:
         """Return whether a decimal number is the other value, rounded to its digits."""
-        one, other = self._read(exact), self._read(rounded)
-        return one is not None and other is not None and abs(one - other) <= half_unit(rounded)
+        value, decimal = self._read(exact), self._read(rounded)
+        return (
+            value is not None and decimal is not None and abs(value - decimal) <= half_unit(rounded)
+        )
 
     def is_same_equation(self, answer: Sequence[str], gold: Sequence[str]) -> bool:
         """Return whether one equation is a multiple of the other, given by their sides."""
@@ -203,7 +205,7 @@ class _List:
 
     @property
     def names(self) -> list[str]:
-        """The names of the elements that are equations; "" for those that are none."""
+        """Return the names of the elements that are equations; "" for those that are none."""
         sides = (split(part, _NAMED) for part in self.parts)
         return [squeezed(equation[0]) if len(equation) > 1 else "" for equation in sides]
 

@@ -83,8 +83,8 @@ async def _same(cases: Sequence[_Pairs]) -> list[bool]:
         return [bool(equal) for equal in json.loads(result.output.rstrip().rpartition("\n")[2])]
     if len(cases) == 1:
         return [False]
-    alone = await asyncio.gather(*(_same([case]) for case in cases))
-    return list(itertools.chain(*alone))
+    verdicts = await asyncio.gather(*(_same([case]) for case in cases))
+    return list(itertools.chain(*verdicts))
 
 
 _same_together = Together(_same, TOGETHER)

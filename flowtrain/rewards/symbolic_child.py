@@ -73,9 +73,9 @@ class Values(Numbers):
         try:
             if RANGE.search(answer) or RANGE.search(gold):
                 return is_same_range(answer, gold)
-            one, other = number(answer), number(gold)
-            if one is not None and other is not None:
-                return factor * one == other
+            value, gold_value = number(answer), number(gold)
+            if value is not None and gold_value is not None:
+                return factor * value == gold_value
             return agree(sympy.Rational(*factor.as_integer_ratio()) * read(answer), read(gold))
         except Exception:  # noqa: BLE001
             return False

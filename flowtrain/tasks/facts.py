@@ -79,7 +79,7 @@ class _Item:
 
     @property
     def sub_goals(self) -> tuple[SubGoal, ...]:
-        """One for each step but the last; earlier ones weigh more, because more depends on them."""
+        """Return one per step but the last; earlier ones weigh more: more depends on them."""
         num_steps = len(self.plan)
         total = sum(range(2, num_steps + 1))
         return tuple(

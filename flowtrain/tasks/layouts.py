@@ -84,7 +84,7 @@ class Layout:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Top-level columns that are read."""
+        """Return the top-level columns that are read."""
         names = (self.question, *self.answers, *self.others.values(), *self.unpacks)
         return tuple(name.partition(".")[0] for name in names)
 
@@ -202,10 +202,10 @@ def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
             f"{where}: asks about more than text ({pictures[0]!r}), "
             "which no model here is trained on"
         )
-    unknown = [key for key in row if key not in layout.columns]
-    if layout.is_closed and unknown:
+    unknown_keys = [key for key in row if key not in layout.columns]
+    if layout.is_closed and unknown_keys:
         raise UserError(
-            f"{where}: unknown key {unknown[0]!r}; allowed are {', '.join(layout.columns)}"
+            f"{where}: unknown key {unknown_keys[0]!r}; allowed are {', '.join(layout.columns)}"
         )
     extra_json = _other_columns(row, layout) if layout.keeps_columns else ""
     row = layout.unpack(row)

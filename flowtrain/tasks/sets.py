@@ -57,7 +57,7 @@ class TaskSet:
 
     @property
     def guesses(self) -> tuple[str, ...]:
-        """Values that passages state, for the base generator to draw from."""
+        """Return values that passages state, for the base generator to draw from."""
         return tuple(dict.fromkeys(filter(None, map(passage_value, self.passages))))
 
 
@@ -91,10 +91,10 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
         case "verifiers":
             origin = f"tasks.verifiers={tasks.verifiers}"
             pool = verifiers_tasks(tasks.verifiers, tasks.num_train + num_held_out)
-            train, held = _split(pool, tasks.held_out_share, origin)
-            splits = {origin: _fingerprint_of(pool, held)}
-            train = _not_held_out(train, held, origin)
-            held_out = {MAIN_SPLIT: tuple(held[:num_held_out])}
+            train, held_tasks = _split(pool, tasks.held_out_share, origin)
+            splits = {origin: _fingerprint_of(pool, held_tasks)}
+            train = _not_held_out(train, held_tasks, origin)
+            held_out = {MAIN_SPLIT: tuple(held_tasks[:num_held_out])}
         case _:
             return _from_files(config, texts)
     train = _screened(train, _benchmark_questions(config), config)
@@ -128,10 +128,10 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
                     f"{task.id!r}; ids must be unique"
                 )
         origin = f"tasks.path={path!r}"
-        questions, held = _split(source.tasks, tasks.held_out_share, origin)
-        splits[origin] = _fingerprint_of(source.tasks, held)
+        questions, held_tasks = _split(source.tasks, tasks.held_out_share, origin)
+        splits[origin] = _fingerprint_of(source.tasks, held_tasks)
         train[path] = _screened(questions, benchmark_questions, config)
-        held_out += held
+        held_out += held_tasks
     # Only now, because a row of one file may repeat a held-out row of a later one.
     train = {
         path: _not_held_out(questions, held_out, f"tasks.path={path!r}")
@@ -140,9 +140,9 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
     if tasks.mixture:
         random.Random(0).shuffle(held_out)
     mixture = {path: (weight, tuple(train[path])) for path, weight in tasks.mixture.items()}
-    joined = tuple(task for questions in train.values() for task in questions)
+    all_tasks = tuple(task for questions in train.values() for task in questions)
     kept_out = {MAIN_SPLIT: tuple(held_out[: config.eval.num_tasks])}
-    return TaskSet(joined, kept_out, texts, mixture, tuple(sources), splits)
+    return TaskSet(all_tasks, kept_out, texts, mixture, tuple(sources), splits)
 
 
 def _benchmark_questions(config: cfg.Config) -> list[Task]:

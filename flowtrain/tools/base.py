@@ -86,7 +86,7 @@ class ToolCard:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """The arguments of `schema` for prompts that list them, required ones first."""
+        """List the arguments of `schema` for prompts, required ones first."""
         required = self.schema.get("required", ())
         parameters = []
         for name, schema in self.schema.get("properties", {}).items():

@@ -95,7 +95,7 @@ def make_tools(
         for name in names:
             engine = (chats or {}).get(TOOL.format(file_tools.get(name, name)), chat)
             if name in file_tools:
-                made = {
+                batch = {
                     file_tools[name]: _load(name, file_tools[name], replace(context, chat=engine))
                 }
             elif name in server_tools:
@@ -103,14 +103,14 @@ def make_tools(
                 if server not in servers:
                     servers[server] = _server(server, config)
                     cleanup.callback(servers[server].close)
-                made = servers[server].tools(name)
+                batch = servers[server].tools(name)
             else:
-                made = {name: _make(name, offered[name], replace(context, chat=engine))}
-            for tool in made.values():
+                batch = {name: _make(name, offered[name], replace(context, chat=engine))}
+            for tool in batch.values():
                 cleanup.callback(tool.close)
-            if twice := tools.keys() & made.keys():
-                raise UserError(f"agent.tools: {min(twice)!r} is listed twice, also by {name!r}")
-            tools |= made
+            if repeats := tools.keys() & batch.keys():
+                raise UserError(f"agent.tools: {min(repeats)!r} is listed twice, also by {name!r}")
+            tools |= batch
         cleanup.pop_all()
     return tools
 

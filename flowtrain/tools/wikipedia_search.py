@@ -98,8 +98,8 @@ def parse_choice(reply: str, num_pages: int) -> list[int]:
         if _DENIAL.search(line):
             continue
         numbers = [int(digits) - 1 for digits in re.findall(r"\d{1,3}", line)]
-        if named := list(dict.fromkeys(n for n in numbers if 0 <= n < num_pages)):
-            return named[:MAX_RELEVANT]
+        if indices := list(dict.fromkeys(n for n in numbers if 0 <= n < num_pages)):
+            return indices[:MAX_RELEVANT]
     return []
 
 
@@ -109,7 +109,7 @@ def _title(page: Passage) -> str:
 
 
 def _choice_prompt(query: str, pages: Sequence[Passage]) -> str:
-    listed = "\n".join(
+    page_list = "\n".join(
         f"{number}. {_title(page)}: {cut(page.text, ABSTRACT_CHARS)}"
         for number, page in enumerate(pages, start=1)
     )
@@ -118,7 +118,7 @@ def _choice_prompt(query: str, pages: Sequence[Passage]) -> str:
 
 Query: {query}
 
-{listed}
+{page_list}
 
 Answer with nothing but the numbers of the pages, the best first, separated by commas."""
 

@@ -72,7 +72,7 @@ class _Rollout:
     hint_turn: int | None = None
 
     def module_seed(self, role: str) -> int:
-        """The seed of a module in the present turn."""
+        """Return the seed of a module in the present turn."""
         return derive_seed(self.seed, len(self.turns), role)
 
 
@@ -143,7 +143,7 @@ class Flow:
         """It holds nothing: tools and engines are its maker's."""
 
     def shown_before(self, trajectory: Trajectory, turn: int) -> Memory:
-        """The memory that the modules read in that turn, without a hint."""
+        """Return the memory that the modules read in that turn, without a hint."""
         return self._budget().bounded(self._memory_before(trajectory, turn))
 
     def _memory_before(self, trajectory: Trajectory, turn: int) -> Memory:

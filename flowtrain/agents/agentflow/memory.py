@@ -55,7 +55,9 @@ class Memory:
         return replace(self, entries=(*self.entries, entry))
 
     def as_dict(self) -> dict[str, dict[str, str]]:
-        """AgentFlow's form: {"Action Step 1": {"tool_name", "sub_goal", "command", "result"}}."""
+        """Return AgentFlow's form: {"Action Step 1": {"tool_name", "sub_goal", "command",
+        "result"}}.
+        """
         names = ("tool_name", "sub_goal", "command", "result")
         return {
             f"Action Step {number}": {name: getattr(entry, name) for name in names}
@@ -116,18 +118,18 @@ class Budget:
         """Give `spare` tokens back to the results, from the newest on, until one is not whole."""
         entries = list(floor.entries)
         for index in reversed(range(len(entries))):
-            whole = memory.entries[index]
+            entry = memory.entries[index]
             base = self._cost(floor.entries[index])
-            keep = min(len(whole.result), _MOST_PER_TOKEN * max(spare, 0))
-            while keep > _LEAST and entries[index] != whole:
-                grown = _keeping(whole, keep)
-                cost = (self._cost(whole) if grown == whole else self._alone(grown)) - base
+            keep = min(len(entry.result), _MOST_PER_TOKEN * max(spare, 0))
+            while keep > _LEAST and entries[index] != entry:
+                grown = _keeping(entry, keep)
+                cost = (self._cost(entry) if grown == entry else self._alone(grown)) - base
                 if cost <= spare:
                     entries[index] = grown
                     spare -= cost
                     break
                 keep = min(keep * max(spare, 0) // cost, keep - keep // 64 - 1)
-            if entries[index] != whole:
+            if entries[index] != entry:
                 break
         return tuple(entries)
 

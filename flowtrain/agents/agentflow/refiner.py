@@ -103,8 +103,8 @@ class ModelRefiner:
     """Characters of a reply that the memory keeps; all of it is trained."""
 
     async def refine(self, moment: Moment, seed: int, deadline_s: float) -> Evidence:
-        """Passages that do not fit into the model stay as they are, and so they do where a frozen
-        model fails. Raises EngineError of others.
+        """Return the reply as evidence; "" where the passages do not fit into the model, or a
+        frozen model fails. Raises EngineError of others.
         """
         is_frozen = self.voice.is_frozen
         try:

@@ -135,7 +135,7 @@ class ModelVerifier:
 
 
 def facts_enough(question: str, memory: Memory) -> bool:
-    """A guess, a computed number in a calculation, or a passage with the asked attribute is enough.
+    """Accept a guess, a computed number in a calculation, or a passage with the asked attribute.
 
     The rule does not check the entity of the passage: a planner that searches for the wrong one is
     stopped and wrong.
@@ -152,7 +152,7 @@ def facts_enough(question: str, memory: Memory) -> bool:
 
 
 def gameof24_enough(question: str, memory: Memory) -> bool:
-    """An expression of 24 that uses each number in the question's brackets once is enough."""
+    """Accept an expression of 24 that uses each number in the question's brackets once."""
     entry = memory.entries[-1]
     brackets = re.search(r"\[([0-9, ]+)\]", question)
     if entry.tool_name != "Python_Coder" or not _is_24(entry.result):

@@ -104,17 +104,17 @@ class ChatTemplate:
 
     @property
     def end_id(self) -> Any:
-        """The token that ends a reply: the template's, or else the tokenizer's."""
+        """Return the token that ends a reply: the template's, or else the tokenizer's."""
         return reply_end(self._tokenizer)
 
     @cached_property
     def opening(self) -> str:
-        """The text that opens a reply, e.g. "<|im_start|>assistant" and a newline."""
+        """Return the text that opens a reply, e.g. "<|im_start|>assistant" and a newline."""
         return self.render([_USER]).removeprefix(self.render([_USER], reply=False))
 
     @cached_property
     def takes_tools(self) -> bool:
-        """It describes tools to the model."""
+        """Tell whether it describes tools to the model."""
         function = {
             "name": f"{_MARK}tool",
             "description": "probe",
@@ -124,14 +124,14 @@ class ChatTemplate:
 
     @cached_property
     def takes_results(self) -> bool:
-        """It shows messages of the role "tool"."""
+        """Tell whether it shows messages of the role "tool"."""
         result = {"role": "tool", "name": "f", "content": f"{_MARK}result", "tool_call_id": _ID}
         asks = {"role": "assistant", "content": "", "tool_calls": [_call("f", {})]}
         return f"{_MARK}result" in self._probe([_USER, asks, result])
 
     @cached_property
     def takes_system(self) -> bool:
-        """It shows a message of the role "system"."""
+        """Tell whether it shows a message of the role "system"."""
         system = {"role": "system", "content": f"{_MARK}system"}
         return f"{_MARK}system" in self._probe([system, _USER])
 
@@ -160,7 +160,7 @@ class ChatTemplate:
 
     @cached_property
     def _closing_id(self) -> int | None:
-        """The token that ends a message; None where text alone follows a reply."""
+        """Return the token that ends a message; None where text alone follows a reply."""
         return message_end(self._tokenizer)
 
     def _is_special(self, token: int) -> bool:
@@ -233,7 +233,7 @@ class Conversation:
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """The ids up to where the reply begins."""
+        """Return the ids up to where the reply begins."""
         assert len(self._gaps) > len(self._responses), "a response is the last message"
         ids: list[int] = list(self._gaps[0].ids)
         for response, gap in zip(self._responses, self._gaps[1:], strict=True):

@@ -58,12 +58,12 @@ class Dialect:
         """
         template = self.template
         prompt = template.render(*self._prepared(messages[:-1], tools))
-        whole = template.render(*self._prepared(messages, tools), reply=False)
-        if not whole.startswith(prompt) or not whole.endswith(template.closing):
+        conversation = template.render(*self._prepared(messages, tools), reply=False)
+        if not conversation.startswith(prompt) or not conversation.endswith(template.closing):
             raise TemplateRewrites(
                 "the chat template writes a reply otherwise than it asks for one"
             )
-        return whole[len(prompt) :].removesuffix(template.closing)
+        return conversation[len(prompt) :].removesuffix(template.closing)
 
     def _prepared(
         self, messages: Sequence[Message], tools: Sequence[Message]
@@ -86,11 +86,11 @@ class Dialect:
         """Go on with new messages. Raises TemplateRewrites."""
         return conversation.add(self._shown(messages, [*conversation.messages, *messages]))
 
-    def _shown(self, messages: Sequence[Message], whole: Sequence[Message]) -> list[Message]:
-        """Return messages that the template shows; `whole` tells which calls are answered."""
+    def _shown(self, messages: Sequence[Message], history: Sequence[Message]) -> list[Message]:
+        """Return messages that the template shows; `history` tells which calls are answered."""
         tool_names = {
             call["id"]: call["function"]["name"]
-            for message in whole
+            for message in history
             for call in message.get("tool_calls", ())
         }
         result: list[Message] = []

@@ -97,8 +97,8 @@ async def opened(
     try:
         messages = await environment.open()
         tools = environment.tools
-        if twice := session.tools.keys() & tools.keys():
-            raise UserError(f"agent.tools: {min(twice)!r} is a tool of agent.environment, too")
+        if duplicates := session.tools.keys() & tools.keys():
+            raise UserError(f"agent.tools: {min(duplicates)!r} is a tool of agent.environment, too")
         session.tools = {**session.tools, **tools}
         session.repeats_tools = True
         try:

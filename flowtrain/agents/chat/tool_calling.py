@@ -68,12 +68,12 @@ class ToolCallingAgent(SessionAgent):
             return await self._converse(session, messages, environment)
 
     async def _converse(
-        self, session: Session, first: Sequence[Message], environment: Environment | None = None
+        self, session: Session, opening: Sequence[Message], environment: Environment | None = None
     ) -> str:
         """Take turns until a response calls no tool, and the user has nothing to say to it."""
         template = self.dialect.template
         tools = [definition(tool.card) for tool in session.tools.values()]
-        messages = with_instructions(self.context.config, first)
+        messages = with_instructions(self.context.config, opening)
         conversation = self.dialect.start(messages, tools)
         while True:
             call = await session.sample(conversation.prompt_ids)
@@ -124,14 +124,14 @@ def _dialect(config: Config, tokenizer: ChatTokenizer) -> Dialect:
     return Dialect.of(config, tokenizer, "agent.name='tools'")
 
 
-def with_instructions(config: Config, first: Sequence[Message]) -> list[Message]:
+def with_instructions(config: Config, messages: Sequence[Message]) -> list[Message]:
     """Add `agent.instructions` to the system message of first messages, or put one before them."""
     if not config.agent.instructions:
-        return list(first)
-    has_system = first[0]["role"] == "system"
-    system_text = first[0]["content"] if has_system else ""
+        return list(messages)
+    has_system = messages[0]["role"] == "system"
+    system_text = messages[0]["content"] if has_system else ""
     text = "\n\n".join(filter(None, [system_text, config.agent.instructions]))
-    return [{"role": "system", "content": text}, *first[has_system:]]
+    return [{"role": "system", "content": text}, *messages[has_system:]]
 
 
 def _tool_messages(message: Message, results: Sequence[str]) -> list[Message]:

@@ -35,7 +35,7 @@ class WrittenCall:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The arguments of a call without a problem."""
+        """Return the arguments of a call without a problem."""
         return dict(json.loads(self.arguments))
 
 

@@ -55,7 +55,7 @@ class GatewayAgent(SessionAgent):
 
     @property
     def gateway(self) -> Gateway:
-        """The server, which starts when it is first asked for."""
+        """Return the server, which starts when it is first asked for."""
         with self._lock:
             if self._gateway is None:
                 self._gateway = Gateway()

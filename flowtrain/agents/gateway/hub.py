@@ -56,8 +56,8 @@ def _outcome(episode: Any) -> dict[str, Any]:
     """Read the one trained trace. Raises EpisodeFailed where it has no reward."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
-        last = f"{errors[-1].type}: {errors[-1].message}" if errors else "it says nothing"
-        raise EpisodeFailed(last)
+        reason = f"{errors[-1].type}: {errors[-1].message}" if errors else "it says nothing"
+        raise EpisodeFailed(reason)
     if len(episode.traces) != 1:
         raise EpisodeFailed(f"it has {len(episode.traces)} runs of its agent, and one is scored")
     (trace,) = episode.traces

@@ -130,8 +130,8 @@ class Command:
         code, output, errors = await self._run(folder, environment)
         if code:
             status = f"signal {-code}" if code < 0 else f"exit code {code}"
-            last = _last_line(errors)[:_MAX_ERROR]
-            raise ProgramFailed(f"{self._words[0]}: {status}" + (f": {last}" if last else ""))
+            line = _last_line(errors)[:_MAX_ERROR]
+            raise ProgramFailed(f"{self._words[0]}: {status}" + (f": {line}" if line else ""))
         if outcome_path.is_file():
             return _read_outcome(outcome_path)
         answer = final_answer(output)

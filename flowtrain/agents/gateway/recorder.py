@@ -148,8 +148,8 @@ class Recorder:
         """Return a response's text and calls of tools. One that is malformed is all text."""
         if not request.reads_calls:
             return _before_stop(call.text, request.stop), ()
-        whole = self._dialect.template.text_of(call.response_ids, _is_whole(call))
-        content, tool_calls = self._dialect.format.parse(_before_stop(whole, request.stop))
+        text = self._dialect.template.text_of(call.response_ids, _is_whole(call))
+        content, tool_calls = self._dialect.format.parse(_before_stop(text, request.stop))
         if problem := next(
             (tool_call.problem for tool_call in tool_calls if tool_call.problem), ""
         ):
@@ -186,13 +186,13 @@ class Recorder:
             for message in messages
             if message.get("tool_call_id") in self._unanswered
         }
-        for named in results:
-            if named in self._unanswered:
-                self._record_calls(named, results)
+        for call_id in results:
+            if call_id in self._unanswered:
+                self._record_calls(call_id, results)
 
-    def _record_calls(self, named: str, results: Mapping[str, str]) -> None:
+    def _record_calls(self, call_id: str, results: Mapping[str, str]) -> None:
         """Record all calls of a response at once, so that they are in its order."""
-        response, calls = self._unanswered[named]
+        response, calls = self._unanswered[call_id]
         for call in calls:
             del self._unanswered[call.id]
             result = ToolResult(shorten(results.get(call.id, ""), self._max_result_chars))
@@ -220,11 +220,11 @@ def _extended(key: _Key, message: Message) -> _Key:
         (call["id"], call["function"]["name"], _canonical(call["function"]["arguments"]))
         for call in message.get("tool_calls", ())
     ]
-    named = [message["role"], message.get("name", ""), message.get("tool_call_id", "")]
+    head = [message["role"], message.get("name", ""), message.get("tool_call_id", "")]
 
     def digest(key: bytes, text: str) -> bytes:
         # The `repr` of texts tells them apart as well as JSON does, at a third of the time.
-        return hashlib.sha256(key + repr((*named, text, calls)).encode()).digest()
+        return hashlib.sha256(key + repr((*head, text, calls)).encode()).digest()
 
     text = message["content"]
     loose = digest(key.loose, text.strip())

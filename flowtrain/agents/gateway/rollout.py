@@ -47,8 +47,8 @@ class Outcome:
             return value
         if not isinstance(value, Mapping):
             return cls(_answer(value))
-        if unknown := [key for key in value if key not in ("answer", "reward")]:
-            raise ValueError(f"{str(unknown[0])[:100]!r} is neither answer nor reward")
+        if unknown_keys := [key for key in value if key not in ("answer", "reward")]:
+            raise ValueError(f"{str(unknown_keys[0])[:100]!r} is neither answer nor reward")
         reward = value.get("reward")
         if reward is None:
             return cls(_answer(value.get("answer", "")))
@@ -84,7 +84,7 @@ class _Attempt:
 
     @property
     def is_lost(self) -> bool:
-        """It has no response and will have none."""
+        """Tell whether it has no response and will have none."""
         if not self.task.done():
             return self.task.cancelling() > 0
         return self.task.cancelled() or self.task.exception() is not None

@@ -77,8 +77,8 @@ def write(request: ChatRequest, reply: Reply) -> bytes:
 
 def error(refusal: Refusal) -> bytes:
     kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
-    named = {"type": kind, "param": refusal.param, "code": refusal.code}
-    return json.dumps({"error": {"message": str(refusal), **named}}).encode()
+    details = {"type": kind, "param": refusal.param, "code": refusal.code}
+    return json.dumps({"error": {"message": str(refusal), **details}}).encode()
 
 
 # ---- their form
@@ -171,20 +171,20 @@ def _message(form: _Message) -> Message:
             plain_call(call.id, call.function.name, call.function.arguments)
             for call in form.tool_calls
         ]
-    named = {"tool_call_id": form.tool_call_id, "name": form.name}
-    return message | {name: plain_text(value) for name, value in named.items() if value}
+    extras = {"tool_call_id": form.tool_call_id, "name": form.name}
+    return message | {name: plain_text(value) for name, value in extras.items() if value}
 
 
 # ---- our answers
 
 
 def _head(request: ChatRequest, reply: Reply, kind: str) -> dict[str, Any]:
-    named = {"id": f"chatcmpl-{reply.id}", "object": kind}
-    return {**named, "created": reply.created_s, "model": request.model}
+    head = {"id": f"chatcmpl-{reply.id}", "object": kind}
+    return {**head, "created": reply.created_s, "model": request.model}
 
 
 def _chunks(request: ChatRequest, reply: Reply) -> Iterator[dict[str, Any]]:
-    """The response is complete before its first chunk: clients get each part in one piece."""
+    """Yield the chunks of a complete response: clients get each part in one piece."""
     head = _head(request, reply, "chat.completion.chunk")
     usage = {"usage": None} if request.include_usage else {}
 
@@ -203,7 +203,7 @@ def _chunks(request: ChatRequest, reply: Reply) -> Iterator[dict[str, Any]]:
 
 
 def _shown(reply: Reply) -> str | None:
-    """The content, which is null beside calls alone."""
+    """Return the content, which is null beside calls alone."""
     return reply.text if reply.text or not reply.calls else None
 
 

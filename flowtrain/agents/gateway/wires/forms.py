@@ -107,17 +107,17 @@ def read_form(
 
 
 def plain_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> Message:
-    described = {
+    function = {
         "name": name,
         "description": plain_text(description or ""),
         "parameters": parameters or {"type": "object", "properties": {}},
     }
-    return {"type": "function", "function": described}
+    return {"type": "function", "function": function}
 
 
 def plain_call(id: str, name: str, arguments: str) -> Message:
-    named = {"name": plain_text(name), "arguments": plain_text(arguments)}
-    return {"id": plain_text(id), "type": "function", "function": named}
+    function = {"name": plain_text(name), "arguments": plain_text(arguments)}
+    return {"id": plain_text(id), "type": "function", "function": function}
 
 
 def between(role: str) -> str:
@@ -179,7 +179,7 @@ def _place(problem: ErrorDetails, node: Any) -> list[int | str]:
 
 
 def _depth(value: Any) -> int:
-    """How deep objects and lists are nested, counted level by level."""
+    """Return how deep objects and lists are nested, counted level by level."""
     depth, level = 0, [value]
     while level := [node for node in level if isinstance(node, dict | list)]:
         depth += 1

@@ -173,11 +173,11 @@ def _messages(message: _User | _Assistant) -> Iterator[Message]:
         return
     for block in blocks:
         if isinstance(block, _Result):
-            named = {"role": "tool", "tool_call_id": plain_text(block.tool_use_id)}
+            head = {"role": "tool", "tool_call_id": plain_text(block.tool_use_id)}
             content = _joined(block.content, "tool")
             if block.is_error:
                 content = f"Error: {content or 'the tool failed'}"
-            yield {**named, "content": content}
+            yield {**head, "content": content}
     texts = [block for block in blocks if not isinstance(block, _Result | _Use)]
     calls = [
         plain_call(block.id, block.name, json.dumps(block.input))
@@ -264,7 +264,7 @@ def _unsigned(signature: str) -> tuple[str, str]:
 
 
 def _events(request: ChatRequest, reply: Reply) -> Iterator[str]:
-    """The response is complete before its first event: clients get each block in one piece."""
+    """Yield the events of a complete response: clients get each block in one piece."""
     start = _answer(request, reply, [])
     start |= {"stop_reason": None, "stop_sequence": None}
     yield event("message_start", message={**start, "usage": {**start["usage"], "output_tokens": 0}})

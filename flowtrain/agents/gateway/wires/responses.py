@@ -143,12 +143,12 @@ class _Request(BaseModel):
 
 
 def _messages(items: Sequence[_Call | _Result | _Item]) -> list[Message]:
-    """A reply is an item for its text and one for each call; they become one message again."""
+    """Join the items of a reply, one for its text and one for each call, into one message again."""
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         if isinstance(item, _Result):
-            named = {"role": "tool", "tool_call_id": plain_text(item.call_id)}
-            messages.append({**named, "content": _joined(item.output, "tool")})
+            head = {"role": "tool", "tool_call_id": plain_text(item.call_id)}
+            messages.append({**head, "content": _joined(item.output, "tool")})
         elif isinstance(item, _Item):
             role = "system" if item.role == "developer" else item.role
             messages.append({"role": role, "content": _joined(item.content, role)})
@@ -206,9 +206,9 @@ def _items(reply: Reply) -> list[dict[str, Any]]:
         head = {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "status": status}
         items.append({**head, "content": [_text_part(reply.text)]})
     for call in reply.calls:
-        named = {"id": f"fc_{call.id}", "type": "function_call", "call_id": call.id}
+        call_head = {"id": f"fc_{call.id}", "type": "function_call", "call_id": call.id}
         items.append(
-            {**named, "name": call.name, "arguments": call.arguments, "status": "completed"}
+            {**call_head, "name": call.name, "arguments": call.arguments, "status": "completed"}
         )
     return items
 
@@ -218,7 +218,7 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 def _events(request: ChatRequest, reply: Reply) -> Iterator[str]:
-    """The response is complete before its first event: clients get each item in one piece."""
+    """Yield the events of a complete response: clients get each item in one piece."""
     initial, final = _answer(request, reply, "in_progress"), _answer(request, reply)
     events: list[tuple[str, dict[str, Any]]] = [
         ("response.created", {"response": initial}),
