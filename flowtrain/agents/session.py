@@ -211,7 +211,7 @@ class Session:
         Args:
             wanted: name, arguments and id of each, in the response's order.
         """
-        if self._is_again(call):
+        if self._is_again(call):  # a turn before the branch point, whose results are the parent's
             results = _replay_results(self._turn(call), wanted)
             if self.repeats_tools:
                 await self._repeat(wanted, results)

@@ -109,6 +109,7 @@ class NodeClient:
         )
         answer = await self._ask("lease", self._pending, wait_s)
         self._pending, self._policies, self._reason = None, answer.policies, answer.reason
+        # The next request is held until there is something, so it need not come later.
         has_begun_to_wait = not wait_s and self._patience_s(versions)
         left_s = answer.retry_after_s - (time.monotonic() - began)
         return replace(answer, retry_after_s=0.0 if has_begun_to_wait else max(0.0, left_s))

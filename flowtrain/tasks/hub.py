@@ -62,6 +62,7 @@ def folder_rows(folder: Path, split: str, columns: Sequence[str] | None) -> Rows
     datasets = _library(f"{key}: a folder", "(or name its files in tasks.mixture)")
     with foreign(f"{key}: holds no data set"), _plainly_named(folder) as place:
         splits = datasets.load_dataset_builder(str(place)).config.data_files
+        # Back to the folder itself, where `place` is a copy of its names.
         splits = {
             name: [folder / os.path.relpath(file, place) for file in files]
             for name, files in (splits or {}).items()

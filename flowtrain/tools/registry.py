@@ -111,7 +111,7 @@ def make_tools(
             if repeats := tools.keys() & batch.keys():
                 raise UserError(f"agent.tools: {min(repeats)!r} is listed twice, also by {name!r}")
             tools |= batch
-        cleanup.pop_all()
+        cleanup.pop_all()  # all are made, and are the caller's to close
     return tools
 
 

@@ -128,6 +128,7 @@ class Budget:
                     entries[index] = grown
                     spare -= cost
                     break
+                # In proportion to what is too much, but less each time, so that this ends.
                 keep = min(keep * max(spare, 0) // cost, keep - keep // 64 - 1)
             if entries[index] != entry:
                 break

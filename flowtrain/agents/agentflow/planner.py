@@ -117,6 +117,7 @@ def read_action(
     """
     action, rules = parse_action(text, tool_names), []
     for rule, rewrite in replies.PLAN_RULES.items():
+        # An action with a known tool is not replaced by a JSON object within its text.
         if rule == "json" and _is_found(action):
             continue
         text = rewrite(text)

@@ -51,6 +51,7 @@ class Chat:
         )
         reply = {"role": "assistant", "content": self.text_of(call)}
         ended = call.finish_reason is FinishReason.STOP
+        # Only now, so that a call that fails leaves the chat as it was.
         self._news, self._conversation = [], chat.add_response(call.response_ids, reply, ended)
         return call
 

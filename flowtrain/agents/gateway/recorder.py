@@ -78,7 +78,7 @@ class Recorder:
         check_history(messages)
         path = _digests(messages, request.tools)
         conversation = self._find(messages, request, path)
-        self._prompts.keep(path[-1], conversation)
+        self._prompts.keep(path[-1], conversation)  # the same messages get the same prompt again
         self._note_results(messages)
         call = await self._session.sample(
             conversation.prompt_ids,
@@ -187,7 +187,7 @@ class Recorder:
             if message.get("tool_call_id") in self._unanswered
         }
         for call_id in results:
-            if call_id in self._unanswered:
+            if call_id in self._unanswered:  # another call of its response may have recorded it
                 self._record_calls(call_id, results)
 
     def _record_calls(self, call_id: str, results: Mapping[str, str]) -> None:

@@ -42,6 +42,7 @@ class Batches:
                     f"{policy.checkpoint}, so a batch of steps {policy.checkpoint + 1} to "
                     f"{policy.newest + 1} can be had"
                 )
+            # An older step is served again, to a trainer that resumes, as it was put together.
             if step == policy.newest + 1 and (
                 num_missing := self._put_together(transaction, meta, policy, step)
             ):

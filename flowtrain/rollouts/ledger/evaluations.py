@@ -139,6 +139,7 @@ def take_questions(transaction: Transaction, versions: Mapping[str, int], num: i
     leases: list[Lease] = []
     for evaluation in _open(transaction):
         if versions.get(evaluation.policy, -1) >= evaluation.step and len(leases) < num:
+            # Downwards, because questions are numbered from -1 on.
             rows = transaction.all(
                 "SELECT id, attempt, position, task FROM work_items WHERE state = 'waiting'"
                 f" AND evaluation = ? ORDER BY id DESC LIMIT ?"

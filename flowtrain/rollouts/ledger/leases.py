@@ -131,7 +131,7 @@ class LeaseBook:
             if meta is None:
                 return None
             self.prompts.draw(transaction, meta, num - len(leases))
-            leases = self._take(transaction, num)
+            leases = self._take(transaction, num)  # with those found before, granted below
         granted = (*questions, *leases)
         self._note_node(transaction, request, node, now)
         self._grant(transaction, request, granted, now)

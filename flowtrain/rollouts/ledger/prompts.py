@@ -150,7 +150,7 @@ class Prompts:
     @contextmanager
     def drawing(self, database: Database) -> Iterator[tuple[Transaction, Any]]:
         """Begin a transaction that may draw, as a context: it, and the locked row of `meta`."""
-        with self._mutex:
+        with self._mutex:  # what the filter has observed is a state of this process alone
             if self._has_state:
                 self._catch_up(database)
             with locked(database) as (transaction, meta):

@@ -157,6 +157,7 @@ class Pushes:
         is_kept = self.group_filter.keeps(outcome)
         shares: list[_Share] = []
         for policy in transaction.all("SELECT name, newest, is_done FROM policies"):
+            # It registered after the group was checked, which did not know its model's bounds.
             if policy.name not in summary.checked:
                 raise Unavailable(f"the trainer of {policy.name} has just begun; push again")
             trained = summary.trained.get(policy.name, NO_TOKENS)
