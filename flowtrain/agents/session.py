@@ -337,12 +337,12 @@ class SessionAgent(ABC):
             error = f"agent: cut off ({truncated or 'no limit'}) before it had a reward"
         return Trajectory(
             task=task,
-            turns=_ended(session.turns, is_done=not truncated),
+            turns=_with_stop(session.turns, is_done=not truncated),
             answer=final_answer(text),
             output="" if text == final_answer(text) else text,
             seconds=time.monotonic() - started,
             seed=seed,
-            truncated=truncated or _cut_short(session.turns),
+            truncated=truncated or _truncation(session.turns),
             error=error,
             reported=dict(session.reported),
             turn_rewards=session.turn_rewards,
@@ -385,11 +385,11 @@ def _replay_results(turn: Turn, requests: Sequence[_ToolRequest]) -> list[ToolRe
     return [call.result for call in turn.tool_calls]
 
 
-def _ended(turns: tuple[Turn, ...], is_done: bool) -> tuple[Turn, ...]:
+def _with_stop(turns: tuple[Turn, ...], is_done: bool) -> tuple[Turn, ...]:
     """Let the last turn say STOP, where the agent and no limit ended the rollout."""
     return (*turns[:-1], replace(turns[-1], verdict=Verdict.STOP)) if turns and is_done else turns
 
 
-def _cut_short(turns: tuple[Turn, ...]) -> str:
+def _truncation(turns: tuple[Turn, ...]) -> str:
     """Return "time" where the last response had no time to end."""
     return "time" if turns and turns[-1].call.finish_reason is FinishReason.DEADLINE else ""

@@ -87,12 +87,12 @@ def named_option(answer: str, choices: Sequence[str]) -> int | None:
     sentences = re.split(ends, text)
     while len(sentences) > 1 and not _without_reason(sentences[-1]):
         sentences.pop()
-    *statements, last = [_stated(_without_reason(sentence), choices) for sentence in sentences]
+    *statements, last = [_option_in(_without_reason(sentence), choices) for sentence in sentences]
     is_last_word = re.match(rf"{_OPENER}|.*\bfinal\b", sentences[-1], re.IGNORECASE)
     return last if is_last_word or {*statements} <= {None, last} else None
 
 
-def _stated(sentence: str, choices: Sequence[str]) -> int | None:
+def _option_in(sentence: str, choices: Sequence[str]) -> int | None:
     """Return the option that a sentence states."""
     if match := _CONTRAST.fullmatch(sentence.rstrip(".! ")):
         denied, stated = (named_option(part, choices) for part in match.groups())

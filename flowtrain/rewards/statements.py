@@ -193,7 +193,7 @@ class _List:
             self.parts = [cell for row in rows for cell in split(row, _CELL)]
             self.brackets = f"matrix of {[len(split(row, _CELL)) for row in rows]}"
             return
-        self.parts = list(_expanded(_elements(_THOUSANDS.sub(_joined, text))))
+        self.parts = list(_expanded(_elements(_THOUSANDS.sub(_without_commas, text))))
         if len(self.parts) == 1 and (enclosed := _bracketed(text)):
             brackets, inner = enclosed
             parts = list(_expanded(_elements(inner)))
@@ -378,10 +378,10 @@ def _number(text: str) -> str:
 def _plain(text: str) -> str:
     """Write 2:3 as 2/3, and 1,234 as 1234."""
     ratio = None if _CLOCK.fullmatch(text) else _RATIO.fullmatch(text)
-    return f"{ratio[1]}/{ratio[2]}" if ratio else _THOUSANDS.sub(_joined, text).strip()
+    return f"{ratio[1]}/{ratio[2]}" if ratio else _THOUSANDS.sub(_without_commas, text).strip()
 
 
-def _joined(match: re.Match[str]) -> str:
+def _without_commas(match: re.Match[str]) -> str:
     return match[0].replace(",", "")
 
 

@@ -120,7 +120,7 @@ def read(text: str) -> sympy.Expr:
         return {"\\infty": sympy.oo, "+\\infty": sympy.oo, "-\\infty": -sympy.oo}[text]
     # What the grammar does not read, it drops; so there is more behind the text's end.
     whole = latex2sympy(
-        f"({_prepared(text)})+\\Omega", normalization_config=None, conversion_config=_CONFIG
+        f"({_prepared_latex(text)})+\\Omega", normalization_config=None, conversion_config=_CONFIG
     )
     if not isinstance(whole, sympy.Add) or whole.args.count(_END) != 1:
         raise ValueError(f"{text!r} is not read to its end")
@@ -133,7 +133,7 @@ def read(text: str) -> sympy.Expr:
     return value
 
 
-def _prepared(text: str) -> str:
+def _prepared_latex(text: str) -> str:
     text = _DECIMAL.sub(
         lambda match: rf"\frac{{{match[1]}{match[2]}}}{{1{'0' * len(match[2])}}}", text
     )

@@ -114,7 +114,7 @@ class BatchSource:
         """
         started = time.monotonic()
         self._seen, self._heard = f"no answer about step {step} yet", started
-        batch = self._fetched(step)
+        batch = self._fetch(step)
         if batch is None:
             return None
         waited_s = time.monotonic() - started
@@ -175,23 +175,23 @@ class BatchSource:
     def _positions(self) -> range:
         return range(self._world.rank, self._num_groups, self._world.size)
 
-    def _fetched(self, step: int) -> Batch | None:
+    def _fetch(self, step: int) -> Batch | None:
         """Wait on rank 0 until the batch is full, then return this rank's part; None when the run
         is asked to end first. Collective.
         """
         future: Future[Batch] = Future()
         if self._world.is_main:
-            future = self._thread.submit(self._full, step)
+            future = self._thread.submit(self._ask_until_full, step)
         else:
             future.set_result(Batch((), 0))
-        batch = self.settle(future, self._missing)
+        batch = self.settle(future, self._missing_text)
         if batch is None or self._world.size == 1:
             return batch
         if not self._world.is_main:
-            future = self._thread.submit(self._full, step)
-        return self.settle(future, self._missing)
+            future = self._thread.submit(self._ask_until_full, step)
+        return self.settle(future, self._missing_text)
 
-    def _full(self, step: int) -> Batch:
+    def _ask_until_full(self, step: int) -> Batch:
         """Ask until this rank's part of the batch is there."""
         rank, size = self._world.rank, self._world.size
         request = BatchRequest(self._policy, step, rank, size, life=self._life)
@@ -204,7 +204,7 @@ class BatchSource:
                 raise Unavailable("nobody waits for this batch any longer")
         return batch
 
-    def _missing(self) -> str:
+    def _missing_text(self) -> str:
         silent_s = time.monotonic() - self._heard
         return (
             self._seen

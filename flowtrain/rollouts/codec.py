@@ -166,11 +166,11 @@ def _decoder(kind: type) -> msgspec.msgpack.Decoder[Any]:
     """Make the decoder of a record once. msgspec crashes when two threads make one of a kind."""
     with _LOCK:
         if kind not in _DECODERS:
-            _DECODERS[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decoded, ext_hook=_array)
+            _DECODERS[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_hook, ext_hook=_array)
         return _DECODERS[kind]
 
 
-def _encoded(value: Any) -> Any:
+def _encode_hook(value: Any) -> Any:
     if isinstance(value, array) and value.typecode == "i":
         return msgspec.msgpack.Ext(_ARRAY, value.tobytes())
     raise TypeError(f"{type(value).__name__} has no place in a message")
@@ -184,7 +184,7 @@ def _array(code: int, data: memoryview) -> Any:
     return values
 
 
-def _decoded(kind: type, value: Any) -> Any:
+def _decode_hook(kind: type, value: Any) -> Any:
     if kind is array and isinstance(value, array):
         return value
     raise ValueError(f"{type(value).__name__} is no {kind.__name__}")
@@ -192,4 +192,4 @@ def _decoded(kind: type, value: Any) -> Any:
 
 _LOCK = threading.Lock()
 _DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {}
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encoded)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_hook)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flowtrain.records import UserError
 from flowtrain.rollouts.codec import pack, unpack
@@ -78,6 +78,13 @@ class _Desk:
             self.num_bytes -= num_bytes
 
 
+class _Waiting(NamedTuple):
+    """A request for leases that waits, and the future that ends its wait."""
+
+    lease: LeaseRequest
+    turn: asyncio.Future[bool]
+
+
 class _Lobby:
     """Requests for leases that wait until there is something to lease, first come, first served.
     One task looks for all of them, so that the database does not notice how many they are.
@@ -85,7 +92,7 @@ class _Lobby:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._waiting: dict[str, tuple[LeaseRequest, asyncio.Future[bool]]] = {}
+        self._waiting: dict[str, _Waiting] = {}
         """By the node, which waits once."""
         self._called: dict[int, LeaseRequest] = {}  # their turn has come, and no lease yet; by `id`
         self._looking: asyncio.Task[None] | None = None
@@ -93,13 +100,13 @@ class _Lobby:
     def leave(self, node: str) -> None:
         """End the wait of a node that has asked again: nobody hears what it would be given."""
         if node in self._waiting:
-            self._waiting.pop(node)[1].set_result(False)
+            self._waiting.pop(node).turn.set_result(False)
 
     async def wait(self, lease: LeaseRequest, request: Request, longest_s: float) -> bool:
         """Wait until the request should be answered anew; False where it is no use."""
         loop, turn = asyncio.get_running_loop(), asyncio.Future[bool]()
         self._called.pop(id(lease), None)
-        self._waiting[lease.node] = (lease, turn)
+        self._waiting[lease.node] = _Waiting(lease, turn)
         if self._looking is None:
             self._looking = loop.create_task(self._watch(request.scope["is_ending"]))
         disconnect = loop.create_task(_disconnect(request))
@@ -218,7 +225,7 @@ class Service:
         announced = int(request.headers.get("content-length", max_bytes))
         with desk.place(min(announced, max_bytes)):  # more is refused, and not read
             body = await serving.read_body(request, max_bytes)
-            parse = partial(self._parsed, caller, name, body)
+            parse = partial(self._parse, caller, name, body)
             is_upload = desk is self._uploads
             query = await loop.run_in_executor(desk.threads, parse) if is_upload else parse()
             if isinstance(query, LeaseRequest):
@@ -271,7 +278,7 @@ class Service:
             raise Rejected(409, "this service has another run now; join it again")
         return name
 
-    def _parsed(self, caller: Caller, name: str, body: bytes) -> Any:
+    def _parse(self, caller: Caller, name: str, body: bytes) -> Any:
         """Return the request, if the caller may send it."""
         kind = METHODS[name].request
         if kind is None:

@@ -101,7 +101,7 @@ def load_source(
         num_system += published.SYSTEM in layout.unpack(row)
         if not task.answers:
             num_unanswered += 1
-            unanswered = unanswered or _instead(row, layout, number)
+            unanswered = unanswered or _near_miss(row, layout, number)
     if not tasks:
         raise UserError(f"{path}: holds no tasks; at least one is needed")
     if 0 < num_unanswered < len(tasks):
@@ -111,7 +111,7 @@ def load_source(
     return TaskSource(str(path), preset, tuple(tasks), solutions, num_system, unanswered)
 
 
-def _instead(row: Row, layout: Layout, number: int) -> str:
+def _near_miss(row: Row, layout: Layout, number: int) -> str:
     """Name a row without an answer, and a column of it that may be one misspelt."""
     keys = [name.partition(".")[0] for name in layout.answers]
     columns = [name for name in row if name not in layout.columns]

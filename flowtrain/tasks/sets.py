@@ -168,14 +168,14 @@ def _screened(train: list[Task], questions: Sequence[Task], config: cfg.Config) 
 
 def _not_held_out(train: Sequence[Task], held_out: Sequence[Task], origin: str) -> list[Task]:
     """Drop training tasks that repeat a held-out one, up to case and spaces."""
-    held_keys = {_repeated(task) for task in held_out}
-    fresh_tasks = [task for task in train if _repeated(task) not in held_keys]
+    held_keys = {_content_key(task) for task in held_out}
+    fresh_tasks = [task for task in train if _content_key(task) not in held_keys]
     if not fresh_tasks:
         raise UserError(f"{origin}: the rows repeat each other, and all of them are held out")
     return fresh_tasks
 
 
-def _repeated(task: Task) -> tuple[object, ...]:
+def _content_key(task: Task) -> tuple[object, ...]:
     return " ".join(task.prompt.casefold().split()), task.answers, task.columns
 
 

@@ -18,6 +18,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flowtrain.records import SubGoal, Task, Turn, UserError
 from flowtrain.utils.seeds import derive_seed
@@ -103,12 +104,19 @@ class Hints:
         return next((goal.query for goal in sought(task) if goal.query and goal not in reached), "")
 
 
-def findings(turn: Turn) -> Iterator[tuple[str, str]]:
-    """Yield what each tool of a turn was given, and what it found."""
+class Finding(NamedTuple):
+    """A text that a tool was given, and what it found."""
+
+    query: str
+    output: str
+
+
+def findings(turn: Turn) -> Iterator[Finding]:
+    """Yield the findings of the tools of a turn."""
     planned = f"{turn.action.context} {turn.action.sub_goal} " if turn.action else ""
     for call in turn.tool_calls:
         if call.result.error is None and call.name != MEMORY:
-            yield planned + _unescaped(call.arguments), call.result.output
+            yield Finding(planned + _unescaped(call.arguments), call.result.output)
 
 
 def _unescaped(arguments: str) -> str:

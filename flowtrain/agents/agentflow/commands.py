@@ -84,7 +84,7 @@ def read_command(reply: str, card: ToolCard) -> Command:
     """
     for piece in _pieces(cut_end_of_turn(reply[:_MAX_CHARS])):
         if isinstance(piece, list):
-            commands = [call for value in piece if (call := _called(value, card)) is not None]
+            commands = [call for value in piece if (call := _json_call(value, card)) is not None]
             rules: tuple[str, ...] = ("json",)
         else:
             commands, rules = _commands(piece, card)
@@ -161,7 +161,7 @@ def _no_number(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
 
 
-def _called(value: dict[str, Any], card: ToolCard) -> dict[str, object] | None:
+def _json_call(value: dict[str, Any], card: ToolCard) -> dict[str, object] | None:
     """Return the arguments of a call in JSON, or of an object that is the arguments."""
     if set(value) in ({"name", "arguments"}, {"name", "parameters"}):
         arguments = value.get("arguments", value.get("parameters"))
@@ -186,7 +186,7 @@ def _commands(code: str, card: ToolCard) -> tuple[list[dict[str, object]], tuple
         statements = _parse(code.strip())
     except _NOT_PYTHON:
         try:
-            statements = _parse(_mended(code.strip()))
+            statements = _parse(_requoted(code.strip()))
         except _NOT_PYTHON:
             return [], ()
         rules.append("quotes")
@@ -216,7 +216,9 @@ def _commands(code: str, card: ToolCard) -> tuple[list[dict[str, object]], tuple
             ):
                 break
             case _:
-                bound |= {name for name in _changed(statement) if not _is_made(statement, is_tool)}
+                bound |= {
+                    name for name in _rebinds(statement) if not _makes_tool(statement, is_tool)
+                }
                 _remember(statement, values)
     return commands, tuple(rules)
 
@@ -227,13 +229,13 @@ def _parse(code: str) -> list[ast.stmt]:
         return ast.parse(code).body
 
 
-def _changed(statement: ast.stmt) -> set[str]:
+def _rebinds(statement: ast.stmt) -> set[str]:
     """Return the names that a statement may give a new meaning."""
     names = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
     return {node.id for node in names if not isinstance(node.ctx, ast.Load)}
 
 
-def _is_made(statement: ast.stmt, is_tool: Callable[[str], bool]) -> bool:
+def _makes_tool(statement: ast.stmt, is_tool: Callable[[str], bool]) -> bool:
     """Return whether a statement makes the tool: `tool = Wikipedia_Search_Tool()`."""
     match statement:
         case ast.Assign([ast.Name()], ast.Call(ast.Name(name), [], [])):
@@ -310,7 +312,7 @@ def _value(node: ast.expr, values: Mapping[str, object]) -> object:
     return value
 
 
-def _mended(code: str) -> str:
+def _requoted(code: str) -> str:
     r"""Write Python\_Coder without the backslash that Markdown wants, and the one text of a call as
     a proper literal, whatever quotes stand within it.
     """

@@ -197,7 +197,7 @@ class Flow:
             tool_calls=() if executed.tool_call is None else (executed.tool_call,),
             problem=executed.problem,
         )
-        turn = await self._refined(rollout, turn)
+        turn = await self._refine(rollout, turn)
         memory = rollout.memory.add(MemoryEntry.of(turn))
         shown = rollout.budget.bounded(memory)
         verified = await self.verifier.verify(
@@ -208,7 +208,7 @@ class Flow:
         )
         turn = replace(
             turn,
-            calls=_with(turn.calls, "verifier", verified.call),
+            calls=_with_call(turn.calls, "verifier", verified.call),
             verdict=verified.verdict,
             seconds=time.monotonic() - started,
             verdict_text=verified.text,
@@ -245,7 +245,7 @@ class Flow:
             rollout.memory = replace(rollout.memory, hint=hint)
             rollout.shown = rollout.budget.bounded(rollout.memory)
 
-    async def _refined(self, rollout: _Rollout, turn: Turn) -> Turn:
+    async def _refine(self, rollout: _Rollout, turn: Turn) -> Turn:
         """Let the refiner read what a search has found; without evidence the passages stay."""
         action = turn.action
         if self.refiner is None or action is None or action.tool_name not in self.passage_tools:
@@ -258,10 +258,10 @@ class Flow:
             moment, seed=rollout.module_seed("refiner"), deadline_s=self._module_s(rollout)
         )
         evidence = text if text.strip() else ""
-        return replace(turn, calls=_with(turn.calls, "refiner", call), evidence=evidence)
+        return replace(turn, calls=_with_call(turn.calls, "refiner", call), evidence=evidence)
 
 
-def _with(
+def _with_call(
     calls: Mapping[PolicyName, Call], name: PolicyName, call: Call | None
 ) -> Mapping[PolicyName, Call]:
     return calls if call is None else {**calls, name: call}

@@ -95,7 +95,9 @@ class Budget:
         """
         if not self._max_tokens or self._fits(memory):
             return memory
-        floor = replace(memory, entries=tuple(_keeping(entry, _LEAST) for entry in memory.entries))
+        floor = replace(
+            memory, entries=tuple(_shortened(entry, _LEAST) for entry in memory.entries)
+        )
         spare = self._max_tokens - self._measure(floor)
         while True:
             filled = replace(floor, entries=self._filled(memory, floor, spare))
@@ -122,8 +124,8 @@ class Budget:
             base = self._cost(floor.entries[index])
             keep = min(len(entry.result), _MOST_PER_TOKEN * max(spare, 0))
             while keep > _LEAST and entries[index] != entry:
-                grown = _keeping(entry, keep)
-                cost = (self._cost(entry) if grown == entry else self._alone(grown)) - base
+                grown = _shortened(entry, keep)
+                cost = (self._cost(entry) if grown == entry else self._entry_tokens(grown)) - base
                 if cost <= spare:
                     entries[index] = grown
                     spare -= cost
@@ -136,14 +138,14 @@ class Budget:
 
     def _cost(self, entry: MemoryEntry) -> int:
         if entry not in self._costs:
-            self._costs[entry] = self._alone(entry)
+            self._costs[entry] = self._entry_tokens(entry)
         return self._costs[entry]
 
-    def _alone(self, entry: MemoryEntry) -> int:
+    def _entry_tokens(self, entry: MemoryEntry) -> int:
         return self._measure(Memory((entry,)))
 
 
-def _keeping(entry: MemoryEntry, num_chars: int) -> MemoryEntry:
+def _shortened(entry: MemoryEntry, num_chars: int) -> MemoryEntry:
     if len(entry.result) <= _WHOLE:
         return entry
     return replace(entry, result=shorten(entry.result, num_chars))

@@ -223,7 +223,7 @@ def read_verdict(reply: str) -> tuple[Verdict | None, tuple[str, ...]]:
     lines = _plain_lines(text)
     while lines and _is_reason(lines[-1]):
         lines.pop()
-    statements = [_stated(line) for line in lines[-2:]]
+    statements = [_verdict_in(line) for line in lines[-2:]]
     if not statements or statements[-1] is None:
         return None, ()
     verdict, rule = statements[-1]
@@ -252,7 +252,7 @@ def _plain_lines(text: str) -> list[str]:
     return [line for line in lines if re.search(r"\w|\.\.", line)]
 
 
-def _stated(line: str) -> tuple[Verdict, str] | None:
+def _verdict_in(line: str) -> tuple[Verdict, str] | None:
     """Return the verdict that a line states, and the rule."""
     match = _STATED.fullmatch(line)
     if match is None or _TAKES_BACK.search(match["reason"] or ""):

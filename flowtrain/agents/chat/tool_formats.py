@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowtrain.inference.token_chat import TEMPLATE_ERRORS, render_template
 from flowtrain.utils.text import THINK_END, encodable
@@ -247,14 +247,24 @@ def _mistral_calls(text: str, place: int) -> tuple[list[WrittenCall], int]:
     return [_named(None, item, raw) for item in values] or [_broken(raw, "no call")], end
 
 
-def _decode(text: str, place: int) -> tuple[Any, int, str]:
-    """Decode the JSON value at a place; return it, its end and the problem, if any."""
+class _Decoded(NamedTuple):
+    """A JSON value in a text."""
+
+    value: Any
+    end: int
+    """The place behind it."""
+    problem: str = ""
+    """Why there is none, for the model."""
+
+
+def _decode(text: str, place: int) -> _Decoded:
+    """Decode the JSON value at a place."""
     place = _skip(text, place)
     try:
         value, end = _JSON.raw_decode(text, place)
     except (ValueError, RecursionError) as error:
-        return None, place, f"no valid JSON: {error}"
-    return value, end, ""
+        return _Decoded(None, place, f"no valid JSON: {error}")
+    return _Decoded(value, end)
 
 
 def _skip(text: str, place: int, letters: str = " \t\r\n") -> int:

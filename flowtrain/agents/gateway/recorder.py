@@ -44,6 +44,13 @@ class _Key(NamedTuple):
     """Of texts as they are; the loose one where that is no difference."""
 
 
+class _Response(NamedTuple):
+    """A sampled response with its calls of tools."""
+
+    call: Call
+    tool_calls: tuple[ReplyCall, ...]
+
+
 class _Table:
     """Conversations by the keys of their messages; the newest of those that are alike."""
 
@@ -66,7 +73,7 @@ class Recorder:
         """By their messages, which end where a reply begins."""
         self._answered = _Table()
         """Likewise, with the reply."""
-        self._unanswered: dict[str, tuple[Call, tuple[ReplyCall, ...]]] = {}
+        self._unanswered: dict[str, _Response] = {}
         """Calls of tools without a result yet, with all of their response, by id."""
         self._histories: dict[str, tuple[Message, ...]] = {}
         """The messages up to each reply, without instructions, for requests that name it."""
@@ -94,7 +101,7 @@ class Recorder:
         self._answered.keep(_extended(path[-1], message), grown)
         self._histories[reply.id] = (*messages[len(request.instructions) :], message)
         for tool_call in calls:
-            self._unanswered[tool_call.id] = (call, calls)
+            self._unanswered[tool_call.id] = _Response(call, calls)
         return reply
 
     async def count(self, request: ChatRequest) -> int:

@@ -53,7 +53,7 @@ class Outcome:
         if reward is None:
             return cls(_answer(value.get("answer", "")))
         parts = reward if isinstance(reward, Mapping) else {"reward": reward}
-        return cls(_answer(value.get("answer", "")), _checked(parts))
+        return cls(_answer(value.get("answer", "")), _checked_reward(parts))
 
 
 def _answer(value: object) -> str:
@@ -64,7 +64,7 @@ def _answer(value: object) -> str:
     return value
 
 
-def _checked(parts: Mapping[Any, Any]) -> dict[str, float]:
+def _checked_reward(parts: Mapping[Any, Any]) -> dict[str, float]:
     for name, part in parts.items():
         is_number = isinstance(part, int | float) and not isinstance(part, bool)
         if not isinstance(name, str) or not is_number:

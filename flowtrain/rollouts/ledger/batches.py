@@ -47,7 +47,7 @@ class Batches:
                 num_missing := self._put_together(transaction, meta, policy, step)
             ):
                 now, lease_s = transaction.now(), self.config.dataflow.lease_s
-                return Batch((), num_missing, waiting=_under_way(transaction, now, lease_s))
+                return Batch((), num_missing, waiting=_waiting_text(transaction, now, lease_s))
         # Megabytes are read without the lock that every lease waits for.
         with self.database.read() as transaction:
             return _read(transaction, request)
@@ -60,11 +60,12 @@ class Batches:
         close_shares(transaction, policy.name, "stale", step, "min_version < ?", oldest)
         other_policies = [row for row in policy_rows(transaction) if row.name != policy.name]
         _drop_surplus(transaction, other_policies, self.config.dataflow)
-        waiting = _waiting(transaction, policy)
+        waiting = _fresh(transaction, policy)
         replays: list[int] = []
         if num := self.config.dataflow.num_replays(policy.num_groups):
-            trained, seed = _trained(transaction, policy, step), self._seed("replay", policy, step)
-            replays = _select(self.replay_selector, trained, num, seed)
+            candidates = _replayable(transaction, policy, step)
+            seed = self._seed("replay", policy, step)
+            replays = _select(self.replay_selector, candidates, num, seed)
         num = policy.num_groups - len(replays)
         if len(waiting) < num:
             return num - len(waiting)
@@ -130,7 +131,7 @@ _CANDIDATES = (
 )
 
 
-def _waiting(transaction: Transaction, policy: Any) -> list[Candidate]:
+def _fresh(transaction: Transaction, policy: Any) -> list[Candidate]:
     """Return the groups that no batch has had, in the order of their commits."""
     rows = transaction.all(
         f"{_CANDIDATES} WHERE s.policy = ? AND s.state = 'fresh' AND g.event IS NOT NULL"
@@ -140,7 +141,7 @@ def _waiting(transaction: Transaction, policy: Any) -> list[Candidate]:
     return [candidate(row, policy.max_staleness) for row in rows]
 
 
-def _trained(transaction: Transaction, policy: Any, step: int) -> list[Candidate]:
+def _replayable(transaction: Transaction, policy: Any, step: int) -> list[Candidate]:
     """Return the groups of earlier batches that may be trained again in `step`, in the order in
     which they were first assigned.
     """
@@ -155,7 +156,7 @@ def _trained(transaction: Transaction, policy: Any, step: int) -> list[Candidate
     return [candidate(row, policy.max_staleness) for row in rows]
 
 
-def _under_way(transaction: Transaction, now: float, lease_s: float) -> str:
+def _waiting_text(transaction: Transaction, now: float, lease_s: float) -> str:
     """Say what is under way, and how many of the nodes that have joined give signs of life."""
     nodes = transaction.one(
         "SELECT count(*) AS num, coalesce(sum(CASE WHEN seen_s <= ? THEN 1 ELSE 0 END), 0) AS"

@@ -52,7 +52,7 @@ class Ledger:
         self._prompts = Prompts(order, rules.prompt_filter, config.run.seed)
         self._pool_size = PoolSize()
         self.database = connect(database, clock)
-        self.run: str = prepare(self.database, _fixed(config))
+        self.run: str = prepare(self.database, _fixed_options(config))
         """Identity of the run."""
         if changed := self._prompts.open(self.database):
             raise UserError(
@@ -114,7 +114,7 @@ def open_ledger(config: Config, database: str | Path) -> Ledger:
     return Ledger(database, config, task_set(config).cursor(config.run.seed, 0))
 
 
-def _fixed(config: Config) -> str:
+def _fixed_options(config: Config) -> str:
     """Return the options that define the work items, a line each; the run may change others."""
     options = config.model_dump(mode="json")
     lines = []

@@ -247,7 +247,7 @@ class SqliteDatabase(Database):
         connection = sqlite3.connect(
             self._path, timeout=WAIT_S, isolation_level=None, check_same_thread=False
         )
-        connection.row_factory = _named
+        connection.row_factory = _named_row
         use_write_ahead_log(connection, WAIT_S)
         connection.execute("PRAGMA synchronous = FULL")
         return connection
@@ -280,7 +280,7 @@ def _row_type(names: tuple[str, ...]) -> Any:
     return namedtuple("Row", names)
 
 
-def _named(cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> Any:
+def _named_row(cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> Any:
     return _row_type(tuple(column[0] for column in cursor.description))._make(row)
 
 

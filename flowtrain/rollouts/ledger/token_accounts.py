@@ -119,7 +119,7 @@ def token_account(transaction: Transaction, policy: str) -> TokenAccount:
     )
     total = "SELECT coalesce(sum(num_tokens), 0) AS num FROM sampled WHERE policy = ?"
     sampled = int(transaction.one(total, policy).num)
-    under_way = _under_way(transaction, policy)
+    under_way = _tokens_under_way(transaction, policy)
     fates["waiting"] += int(waiting.num)
     fates["duplicate"] += duplicate
     fates["under_way"] += under_way
@@ -151,7 +151,7 @@ def token_problems(transaction: Transaction) -> Iterator[str]:
             )
 
 
-def _under_way(transaction: Transaction, policy: str) -> int:
+def _tokens_under_way(transaction: Transaction, policy: str) -> int:
     """Sum what the processes that have leases now have sampled and not pushed."""
     row = transaction.one(
         "SELECT coalesce(sum(s.num_tokens - coalesce(c.num, 0)), 0) AS num FROM"

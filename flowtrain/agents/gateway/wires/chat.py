@@ -68,7 +68,7 @@ def write(request: ChatRequest, reply: Reply) -> bytes:
     choice = {
         "index": 0,
         "finish_reason": reply.finish_reason,
-        "message": {**reply.message(), "content": _shown(reply), "refusal": None},
+        "message": {**reply.message(), "content": _content(reply), "refusal": None},
         "logprobs": None,
     }
     head = _head(request, reply, "chat.completion")
@@ -192,7 +192,7 @@ def _chunks(request: ChatRequest, reply: Reply) -> Iterator[dict[str, Any]]:
         choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
         return {**head, "choices": [choice], **usage}
 
-    yield chunk({"role": "assistant", "content": "" if _shown(reply) is not None else None})
+    yield chunk({"role": "assistant", "content": "" if _content(reply) is not None else None})
     if reply.text:
         yield chunk({"content": reply.text})
     for index, call in enumerate(reply.calls):
@@ -202,7 +202,7 @@ def _chunks(request: ChatRequest, reply: Reply) -> Iterator[dict[str, Any]]:
         yield {**head, "choices": [], "usage": _usage(reply)}
 
 
-def _shown(reply: Reply) -> str | None:
+def _content(reply: Reply) -> str | None:
     """Return the content, which is null beside calls alone."""
     return reply.text if reply.text or not reply.calls else None
 

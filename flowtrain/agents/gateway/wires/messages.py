@@ -57,7 +57,7 @@ _PLAIN_THINKING = (f"{_THINK}\n", f"\n{THINK_END}\n\n")
 def read(body: bytes) -> ChatRequest:
     form = read_form(_Request, body, _IGNORED, _DEFAULTS)
     messages = [plain for message in form.messages for plain in _messages(message)]
-    if system := _joined(form.system, "system"):
+    if system := _text_of(form.system, "system"):
         messages.insert(0, {"role": "system", "content": system})
     return ChatRequest(
         model=form.model[:MAX_SHOWN],
@@ -174,7 +174,7 @@ def _messages(message: _User | _Assistant) -> Iterator[Message]:
     for block in blocks:
         if isinstance(block, _Result):
             head = {"role": "tool", "tool_call_id": plain_text(block.tool_use_id)}
-            content = _joined(block.content, "tool")
+            content = _text_of(block.content, "tool")
             if block.is_error:
                 content = f"Error: {content or 'the tool failed'}"
             yield {**head, "content": content}
@@ -185,21 +185,21 @@ def _messages(message: _User | _Assistant) -> Iterator[Message]:
         if isinstance(block, _Use)
     ]
     if calls:
-        yield {"role": message.role, "content": _joined(texts, message.role), "tool_calls": calls}
+        yield {"role": message.role, "content": _text_of(texts, message.role), "tool_calls": calls}
     elif texts or message.role == "assistant":
-        yield {"role": message.role, "content": _joined(texts, message.role)}
+        yield {"role": message.role, "content": _text_of(texts, message.role)}
 
 
-def _joined(content: str | Sequence[_Text | _Thinking], role: str) -> str:
+def _text_of(content: str | Sequence[_Text | _Thinking], role: str) -> str:
     if isinstance(content, str):
         return plain_text(content)
-    return plain_text(between(role).join(_shown(block) for block in content))
+    return plain_text(between(role).join(_block_text(block) for block in content))
 
 
-def _shown(block: _Text | _Thinking) -> str:
+def _block_text(block: _Text | _Thinking) -> str:
     if isinstance(block, _Text):
         return block.text
-    prefix, suffix = _unsigned(block.signature)
+    prefix, suffix = _read_signature(block.signature)
     return f"{prefix}{block.thinking}{suffix}"
 
 
@@ -236,7 +236,7 @@ def _blocks(reply: Reply) -> list[dict[str, Any]]:
         prefix = thinking[: len(thinking) - len(inner.lstrip())]
         suffix = f"{inner[len(inner.rstrip()) :] if inner.strip() else ''}{end}"
         suffix += text[: len(text) - len(text.lstrip())]
-        signed = {"thinking": inner.strip(), "signature": _signed(prefix, suffix)}
+        signed = {"thinking": inner.strip(), "signature": _signature(prefix, suffix)}
         blocks.append({"type": "thinking", **signed})
         text = text.lstrip()
     else:
@@ -249,11 +249,11 @@ def _blocks(reply: Reply) -> list[dict[str, Any]]:
     return blocks
 
 
-def _signed(prefix: str, suffix: str) -> str:
+def _signature(prefix: str, suffix: str) -> str:
     return base64.b64encode(json.dumps([prefix, suffix]).encode()).decode()
 
 
-def _unsigned(signature: str) -> tuple[str, str]:
+def _read_signature(signature: str) -> tuple[str, str]:
     """Return what stood around a thinking; the usual where the signature is not one of ours."""
     try:
         prefix, suffix = json.loads(base64.b64decode(signature, validate=True))

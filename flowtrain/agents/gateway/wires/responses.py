@@ -148,10 +148,10 @@ def _messages(items: Sequence[_Call | _Result | _Item]) -> list[Message]:
     for number, item in enumerate(items):
         if isinstance(item, _Result):
             head = {"role": "tool", "tool_call_id": plain_text(item.call_id)}
-            messages.append({**head, "content": _joined(item.output, "tool")})
+            messages.append({**head, "content": _text_of(item.output, "tool")})
         elif isinstance(item, _Item):
             role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": _joined(item.content, role)})
+            messages.append({"role": role, "content": _text_of(item.content, role)})
         else:
             if not number or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
@@ -160,7 +160,7 @@ def _messages(items: Sequence[_Call | _Result | _Item]) -> list[Message]:
     return list(messages)
 
 
-def _joined(content: str | Sequence[_Part], role: str) -> str:
+def _text_of(content: str | Sequence[_Part], role: str) -> str:
     if isinstance(content, str):
         return plain_text(content)
     return plain_text(between(role).join(part.text for part in content))
