@@ -161,7 +161,7 @@ def agree(one: sympy.Expr, other: sympy.Expr) -> bool:
             continue
         if not is_near and (is_real or is_complex):
             return False
-        near[is_real] += is_near or -100
+        near[is_real] += is_near or -100  # one difference outweighs all points that agree
     enough = NUM_POINTS if unknowns else 1
     return near[True] >= enough or ((is_complex or not near[True]) and sum(near.values()) >= enough)
 

@@ -51,6 +51,7 @@ class TaskCursor:
         n, phase = self._walk
         order = list(range(len(self._tasks)))
         random.Random(f"tasks/{self._seed}/{self._epoch}").shuffle(order)
+        # So many tasks of the batch are of the epoch before.
         num_had = (self._epoch * len(order) - phase) % n
         if not self._order or n > len(order) or num_had == 0:
             return order

@@ -77,6 +77,6 @@ class Bm25:
 def best(scores: np.ndarray, k: int) -> np.ndarray:
     """Return the indices of the `k` highest scores, highest first; of equals the earlier one."""
     indices = np.arange(len(scores))
-    if len(scores) > k:
+    if len(scores) > k:  # with all that equal the k-th, whose order is decided below
         indices = (scores >= np.partition(scores, -k)[-k]).nonzero()[0]
     return indices[(-scores[indices]).argsort(kind="stable")[:k]]
