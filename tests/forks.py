@@ -23,7 +23,7 @@ ENV = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 PROGRAM = """
 import atexit, contextlib, faulthandler, gc, json, os, resource, runpy, selectors, socket, sys
 import threading, traceback
-import flowtrain.trainer.run.opening, flowtrain.agents.agentflow.expert
+import flowtrain.trainer.run.opening, flowtrain.agents.agentflow.scripts
 import flowtrain.logging.page.curves, flowtrain.evaluation.benchmarks
 import flowtrain.trainer.setup.memory_plan, flowtrain.trainer.run.run_logger
 import flowtrain.algorithms.flow_grpo, flowtrain.trainer.run.dry_run, flowtrain.logging.mismatch

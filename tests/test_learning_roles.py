@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from test_learning import ERRING, config, fine_tuned, with_plans, write_questions
 
-from flowtrain.agents.agentflow.expert import plan_script, with_script
 from flowtrain.agents.agentflow.flow import Flow
+from flowtrain.agents.agentflow.scripts import plan_script, with_script
 from flowtrain.agents.collect import collect
 from flowtrain.records import Group, Turn, Verdict
 from flowtrain.rewards import score
@@ -117,7 +117,7 @@ def test_the_verifier_learns_when_to_stop(tmp_path: Path, monkeypatch: pytest.Mo
     """It ends half of the turns at once. Over three seeds it stopped after 56 % of the guesses at
     first and after 1 to 4 % of them in the end, after passages always.
     """
-    monkeypatch.setattr("flowtrain.agents.agentflow.expert.EARLY_STOP", 0.5)
+    monkeypatch.setattr("flowtrain.agents.agentflow.scripts.EARLY_STOP", 0.5)
     seen = learn(tmp_path, 6, VERIFIER)
     first, last = seen[0], [group for groups in seen[-3:] for group in groups]
     assert stop_share(first, "Base_Generator") > 0.4
@@ -131,7 +131,7 @@ def test_the_refiner_learns_what_was_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It copies any of the passages on more than half of its turns."""
-    monkeypatch.setattr("flowtrain.agents.agentflow.expert.WRONG_PASSAGE", 0.6)
+    monkeypatch.setattr("flowtrain.agents.agentflow.scripts.WRONG_PASSAGE", 0.6)
     seen = learn(tmp_path, 10, REFINER)
     first, last = seen[0], [group for groups in seen[-3:] for group in groups]
     assert 0.2 < right_share(first) < 0.75, "there is something to learn"

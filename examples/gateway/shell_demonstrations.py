@@ -35,7 +35,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from flowtrain.agents.gateway.plain import Asked, Message, Refusal
+from flowtrain.agents.gateway.plain import ChatRequest, Message, Refusal
 from flowtrain.agents.gateway.programs import Command, ProgramFailed
 from flowtrain.agents.gateway.server import Gateway, new_key
 from flowtrain.config.gateway import Gateway as Options
@@ -79,14 +79,14 @@ class _Listener:
 
     def __init__(self) -> None:
         self.key = new_key()
-        self.asked: Asked | None = None
+        self.asked: ChatRequest | None = None
 
-    def ask(self, asked: Asked, body: bytes, *, retry_of: bytes | None) -> Any:
+    def ask(self, asked: ChatRequest, body: bytes, *, retry_of: bytes | None) -> Any:
         self.asked = self.asked or asked
         raise Refusal("that is all")
 
 
-def first_request(command: Sequence[str]) -> Asked:
+def first_request(command: Sequence[str]) -> ChatRequest:
     """Run a harness until it has asked for something."""
     listener: Any = _Listener()
     with closing(Gateway()) as gateway, gateway.serving(listener):
@@ -102,7 +102,7 @@ def _with(question: str, message: Message) -> Message:
     return {**message, "content": message["content"].replace(QUESTION, question)}
 
 
-def _call(asked: Asked, name: str, command: str) -> Message:
+def _call(asked: ChatRequest, name: str, command: str) -> Message:
     """Call the shell, which is the harness's only tool."""
     (tool,) = (each["function"] for each in asked.tools)
     used = {"name": tool["name"], "arguments": json.dumps({"command": command})}

@@ -58,5 +58,5 @@ class AgentContext:
 
     @property
     def first_policy(self) -> Policy:
-        """The policy of agents that have no other."""
+        """Return the policy of agents that have no other."""
         return next(iter(self.policies.values()))

@@ -45,12 +45,12 @@ def collect(
     Raises UserError when a frozen module's engine refuses all requests, and ExceptionGroup for
     unforeseen failures.
     """
-    mine = [(index, task) for index, task in enumerate(tasks) if index % num_ranks == rank]
+    shard = [(index, task) for index, task in enumerate(tasks) if index % num_ranks == rank]
     requests = [
-        RolloutRequest(index, task, number) for index, task in mine for number in range(group_size)
+        RolloutRequest(index, task, number) for index, task in shard for number in range(group_size)
     ]
-    done = _run(agent, requests, seed, max_in_flight, straggler_share, straggler_s, on_done)
-    return [Group(index, tuple(islice(done, group_size))) for index, _ in mine]
+    rollouts = _run(agent, requests, seed, max_in_flight, straggler_share, straggler_s, on_done)
+    return [Group(index, tuple(islice(rollouts, group_size))) for index, _ in shard]
 
 
 def collect_branches(
@@ -73,12 +73,16 @@ def collect_branches(
     """
     requests = [
         request
-        for group, at in zip(groups, points, strict=True)
-        for request in missing(group, at, group_size)
+        for group, group_points in zip(groups, points, strict=True)
+        for request in missing(group, group_points, group_size)
     ]
-    done = _run(agent, requests, seed, max_in_flight, straggler_share, straggler_s, _nobody_counts)
+    rollouts = _run(
+        agent, requests, seed, max_in_flight, straggler_share, straggler_s, _nobody_counts
+    )
     return [
-        replace(g, trajectories=(*g.trajectories, *islice(done, group_size - len(g.trajectories))))
+        replace(
+            g, trajectories=(*g.trajectories, *islice(rollouts, group_size - len(g.trajectories)))
+        )
         for g in groups
     ]
 

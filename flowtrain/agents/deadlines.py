@@ -15,7 +15,7 @@ class Deadline:
         self._at = time.monotonic() + seconds
 
     def left_s(self) -> float:
-        """The seconds that are left; 0 once the moment has passed."""
+        """Return the seconds that are left; 0 once the moment has passed."""
         return max(0.0, self._at - time.monotonic())
 
 

@@ -12,14 +12,7 @@ from flowtrain.config import Config
 from flowtrain.inference.protocol import Engine
 from flowtrain.inference.special_tokens import encode_plain, encode_prompt
 from flowtrain.inference.token_chat import ChatTokenizer, chat_text, check_template, reply_end
-from flowtrain.records import (
-    Call,
-    FinishReason,
-    PolicyName,
-    Sampling,
-    Task,
-    VersionSpan,
-)
+from flowtrain.records import Call, FinishReason, PolicyName, Sampling, Task, VersionSpan
 
 
 class PromptTooLong(Exception):
@@ -45,9 +38,9 @@ class Prompt(Protocol):
 
     def render(self, moment: Moment) -> str: ...
 
-    def write(self, said: Any) -> str:
-        """Write the reply that the module reads as `said`, without the prefix, for those who play
-        the policy.
+    def write(self, content: Any) -> str:
+        """Write the reply that the module reads as `content`, without the prefix, for those who
+        play the policy.
         """
 
 
@@ -65,18 +58,18 @@ def opening(call: Call, num_tokens: int) -> Call:
     )
 
 
-def joined(begun: Call, later: Call) -> Call:
+def joined(beginning: Call, later: Call) -> Call:
     """Return the whole call, of whose response `later` was sampled behind what was begun."""
-    shift = len(begun.response_ids)
+    shift = len(beginning.response_ids)
     spans = (VersionSpan(s.start + shift, s.end + shift, s.version) for s in later.spans)
-    ours, theirs = begun.sampling_mask, later.sampling_mask
+    first_mask, later_mask = beginning.sampling_mask, later.sampling_mask
     return replace(
         later,  # whose routes are of all that it read, the beginning too
-        prompt_ids=begun.prompt_ids,
-        response_ids=begun.response_ids + later.response_ids,
-        logprobs=begun.logprobs + later.logprobs,
-        spans=(*begun.spans, *spans),
-        sampling_mask=None if ours is None or theirs is None else ours + theirs,
+        prompt_ids=beginning.prompt_ids,
+        response_ids=beginning.response_ids + later.response_ids,
+        logprobs=beginning.logprobs + later.logprobs,
+        spans=(*beginning.spans, *spans),
+        sampling_mask=None if first_mask is None or later_mask is None else first_mask + later_mask,
         entropies=(),
     )
 
@@ -104,7 +97,7 @@ class Policy:
 
     @property
     def max_tokens(self) -> int:
-        """Longest prompt and response together."""
+        """Return the tokens of the longest prompt and response together."""
         return self.engine.max_tokens
 
     async def sample(
@@ -123,12 +116,12 @@ class Policy:
             max_new_tokens: fewer tokens than the policy's own.
             stop_strings: the response ends with the first of these, which it contains.
         """
-        most = min(self.max_new_tokens, max_new_tokens or self.max_new_tokens)
-        if len(prompt_ids) + most > self.max_tokens:
+        limit = min(self.max_new_tokens, max_new_tokens or self.max_new_tokens)
+        if len(prompt_ids) + limit > self.max_tokens:
             raise PromptTooLong(f"{len(prompt_ids)} prompt tokens")
-        begun = () if prefix is None else prefix.response_ids
+        prefix_ids = () if prefix is None else prefix.response_ids
         sampling = Sampling(
-            most - len(begun),
+            limit - len(prefix_ids),
             self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
@@ -137,7 +130,7 @@ class Policy:
             seed=seed,
             deadline_s=min(self.request_timeout_s, deadline_s),
         )
-        call = await self.engine.generate(prompt_ids + begun, sampling)
+        call = await self.engine.generate(prompt_ids + prefix_ids, sampling)
         self.sampled[self.name] += len(call.response_ids)
         if prefix is not None:
             call = joined(prefix, call)

@@ -80,9 +80,9 @@ def load_kind(config: Config) -> AgentKind:
             f"policies.{names[1]} does not go with agent.name={name!r}, which samples from "
             f"{names[0]} alone"
         )
-    if kind.trains and (left := [policy for policy in names if policy not in kind.trains]):
+    if kind.trains and (untrained := [policy for policy in names if policy not in kind.trains]):
         raise UserError(
-            f"policies.{left[0]} does not go with agent.name={name!r}, which samples from "
+            f"policies.{untrained[0]} does not go with agent.name={name!r}, which samples from "
             f"{' and '.join(kind.trains)} alone"
         )
     maker = load_maker(config)
@@ -93,9 +93,9 @@ def load_kind(config: Config) -> AgentKind:
 
 def _load(name: str) -> AgentKind:
     origin = f"agent.name={name!r}"
-    found = plugins.load(name, origin, "agent", GROUP, BUILT_IN)
-    if isinstance(found, AgentKind):
-        return found
-    if not callable(found):
-        raise UserError(f"{origin} is a {type(found).__name__}, not a class that makes agents")
-    return AgentKind.of(found)
+    maker = plugins.load(name, origin, "agent", GROUP, BUILT_IN)
+    if isinstance(maker, AgentKind):
+        return maker
+    if not callable(maker):
+        raise UserError(f"{origin} is a {type(maker).__name__}, not a class that makes agents")
+    return AgentKind.of(maker)

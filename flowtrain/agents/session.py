@@ -43,6 +43,8 @@ from flowtrain.utils.text import encodable, final_answer
 _MAX_ERROR = 300
 _GRACE_S = 5.0
 """Seconds after the rollout's deadline in which a program may notice it and answer."""
+_ToolRequest = tuple[str, Mapping[str, object], str]
+"""Name, arguments and id of a tool call."""
 
 
 class RolloutEnded(Exception):
@@ -95,7 +97,7 @@ class Session:
 
     @property
     def policy(self) -> Policy:
-        """The run's first policy: that of most agents, which have no other."""
+        """Return the run's first policy: that of most agents, which have no other."""
         return next(iter(self.policies.values()))
 
     def policy_of(self, name: PolicyName = "") -> Policy:
@@ -103,13 +105,13 @@ class Session:
         if not name:
             return self.policy
         if name not in self.policies:
-            known = ", ".join(self.policies)
-            raise UserError(f"this run has no policy {name!r}; [policies] names {known}")
+            names = ", ".join(self.policies)
+            raise UserError(f"this run has no policy {name!r}; [policies] names {names}")
         return self.policies[name]
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns so far, in the order in which their responses were asked for."""
+        """Return the turns so far, in the order in which their responses were asked for."""
         return tuple(self._turns[number] for number in sorted(self._turns))
 
     @property
@@ -121,7 +123,7 @@ class Session:
         return self._turn_rewards
 
     def left_s(self) -> float:
-        """The seconds that the rollout has left."""
+        """Return the seconds that the rollout has left."""
         return self._deadline.left_s()
 
     async def sample(
@@ -138,13 +140,14 @@ class Session:
         Raises RolloutEnded when the turns, the time or the model's positions are used up. A call
         that its caller cancels, or that fails, is no turn.
         """
-        asked = self.policy_of(policy)
+        target = self.policy_of(policy)
         name = policy or next(iter(self.policies))
         number = self._next_call()
         self._num_waiting += 1
         try:
-            sampling = (max_new_tokens, stop_strings)
-            return await self._sample(number, name, asked, prompt_ids, *sampling)
+            return await self._sample(
+                number, name, target, prompt_ids, max_new_tokens, stop_strings
+            )
         finally:
             self._num_waiting -= 1
 
@@ -158,11 +161,11 @@ class Session:
         stop_strings: tuple[str, ...],
     ) -> Call:
         if self._start is not None and number < self._start.point.turn:
-            return self._record(number, _again(self._start.parent.turns[number], name, prompt_ids))
+            return self._record(number, _replay(self._start.parent.turns[number], name, prompt_ids))
         prefix = None
         if self._start is not None and number == self._start.point.turn:
-            left = _again(self._start.parent.turns[number], name, prompt_ids)
-            prefix = opening(left.call, self._start.point.token)
+            parent_turn = _replay(self._start.parent.turns[number], name, prompt_ids)
+            prefix = opening(parent_turn.call, self._start.point.token)
         started = time.monotonic()
         try:
             call = await policy.sample(
@@ -185,6 +188,7 @@ class Session:
         """Return the number of the next response, from 0. Raises RolloutEnded when the turns or the
         time are used up.
         """
+        # Responses under way count, or calls side by side would exceed the limit.
         if len(self._turns) + self._num_waiting >= self._max_turns:
             raise RolloutEnded("turns")
         if not self.left_s():
@@ -199,9 +203,7 @@ class Session:
         (result,) = await self.use_tools(call, [(name, arguments, id)])
         return result
 
-    async def use_tools(
-        self, call: Call, wanted: Sequence[tuple[str, Mapping[str, object], str]]
-    ) -> list[ToolResult]:
+    async def use_tools(self, call: Call, wanted: Sequence[_ToolRequest]) -> list[ToolResult]:
         """Run what a response asked for at once, and record it in the turn of that response.
 
         An unknown tool, wrong arguments and a failure are results, for the policy to read.
@@ -209,8 +211,8 @@ class Session:
         Args:
             wanted: name, arguments and id of each, in the response's order.
         """
-        if self._is_again(call):
-            results = _results_again(self._turn(call), wanted)
+        if self._is_again(call):  # a turn before the branch point, whose results are the parent's
+            results = _replay_results(self._turn(call), wanted)
             if self.repeats_tools:
                 await self._repeat(wanted, results)
             return results
@@ -220,8 +222,8 @@ class Session:
         results = await self._run_tools(wanted)
         if unknown := [name for name, _, _ in wanted if name not in self.tools]:
             self.record_malformed(call, f"there is no tool {unknown[0]!r}")
-        for (name, given, id), result in zip(wanted, results, strict=True):
-            self.record_tool(call, ToolCall(name, json.dumps(given), result, id))
+        for (name, arguments, id), result in zip(wanted, results, strict=True):
+            self.record_tool(call, ToolCall(name, json.dumps(arguments), result, id))
         self._amend(call, seconds=self._turn(call).seconds + time.monotonic() - started)
         return results
 
@@ -229,10 +231,10 @@ class Session:
         """Record a tool that ran elsewhere in the turn of the response that asked for it."""
         if self._is_again(call):
             return
-        before = self._turn(call).tool_calls
-        if len(before) == MAX_TOOL_CALLS:
+        earlier_calls = self._turn(call).tool_calls
+        if len(earlier_calls) == MAX_TOOL_CALLS:
             raise ValueError(f"a turn holds at most {MAX_TOOL_CALLS} calls of tools")
-        self._amend(call, tool_calls=(*before, used))
+        self._amend(call, tool_calls=(*earlier_calls, used))
 
     def record_malformed(self, call: Call, problem: str) -> None:
         """Record why a response could not be read, which counts as a malformed action."""
@@ -257,7 +259,7 @@ class Session:
 
     def _record(self, number: int, turn: Turn) -> Call:
         call = turn.call
-        self._places[id(call)] = number
+        self._places[id(call)] = number  # by identity, because two responses may be equal
         self._turns[number] = turn
         return call
 
@@ -271,24 +273,20 @@ class Session:
     def _amend(self, call: Call, **fields: Any) -> None:
         self._turns[self._places[id(call)]] = replace(self._turn(call), **fields)
 
-    async def _run_tools(
-        self, wanted: Sequence[tuple[str, Mapping[str, object], str]]
-    ) -> list[ToolResult]:
-        return await asyncio.gather(*(self._run_tool(name, given) for name, given, _ in wanted))
+    async def _run_tools(self, requests: Sequence[_ToolRequest]) -> list[ToolResult]:
+        return await asyncio.gather(*(self._run_tool(name, args) for name, args, _ in requests))
 
-    async def _repeat(
-        self, wanted: Sequence[tuple[str, Mapping[str, object], str]], results: list[ToolResult]
-    ) -> None:
+    async def _repeat(self, requests: Sequence[_ToolRequest], results: list[ToolResult]) -> None:
         """Call tools as the parent did."""
-        again = await self._run_tools(wanted)
-        if [each.text for each in again] != [each.text for each in results]:
+        new_results = await self._run_tools(requests)
+        if [result.text for result in new_results] != [result.text for result in results]:
             raise ValueError("it cannot branch: a tool gave another result than to its parent")
 
     async def _run_tool(self, name: str, arguments: Mapping[str, object]) -> ToolResult:
         tool = self.tools.get(name)
         if tool is None:
-            known = ", ".join(self.tools) or "none"
-            return ToolResult(error=f"there is no tool {name!r}; there are: {known}")
+            names = ", ".join(self.tools) or "none"
+            return ToolResult(error=f"there is no tool {name!r}; there are: {names}")
         timeout_s = self.left_s()
         if not tool.card.keeps_time:
             timeout_s = min(self._options.tool_timeout_s, timeout_s)
@@ -339,12 +337,12 @@ class SessionAgent(ABC):
             error = f"agent: cut off ({truncated or 'no limit'}) before it had a reward"
         return Trajectory(
             task=task,
-            turns=_ended(session.turns, is_done=not truncated),
+            turns=_with_stop(session.turns, is_done=not truncated),
             answer=final_answer(text),
             output="" if text == final_answer(text) else text,
             seconds=time.monotonic() - started,
             seed=seed,
-            truncated=truncated or _cut_short(session.turns),
+            truncated=truncated or _truncation(session.turns),
             error=error,
             reported=dict(session.reported),
             turn_rewards=session.turn_rewards,
@@ -373,27 +371,25 @@ class SessionAgent(ABC):
         """Free what the agent holds."""
 
 
-def _again(turn: Turn, policy: PolicyName, prompt_ids: tuple[int, ...]) -> Turn:
+def _replay(turn: Turn, policy: PolicyName, prompt_ids: tuple[int, ...]) -> Turn:
     """Return the parent's turn, where the program asks the same as it did then."""
     if turn.policy != policy or turn.call.prompt_ids != prompt_ids:
         raise ValueError("it cannot branch: the same task and seed gave another prompt")
     return turn
 
 
-def _results_again(
-    turn: Turn, wanted: Sequence[tuple[str, Mapping[str, object], str]]
-) -> list[ToolResult]:
-    names = [name for name, _, _ in wanted]
-    if [used.name for used in turn.tool_calls] != names:
+def _replay_results(turn: Turn, requests: Sequence[_ToolRequest]) -> list[ToolResult]:
+    names = [name for name, _, _ in requests]
+    if [call.name for call in turn.tool_calls] != names:
         raise ValueError(f"it cannot branch: it asks for the tools {names}, and its parent did not")
-    return [used.result for used in turn.tool_calls]
+    return [call.result for call in turn.tool_calls]
 
 
-def _ended(turns: tuple[Turn, ...], is_done: bool) -> tuple[Turn, ...]:
+def _with_stop(turns: tuple[Turn, ...], is_done: bool) -> tuple[Turn, ...]:
     """Let the last turn say STOP, where the agent and no limit ended the rollout."""
     return (*turns[:-1], replace(turns[-1], verdict=Verdict.STOP)) if turns and is_done else turns
 
 
-def _cut_short(turns: tuple[Turn, ...]) -> str:
+def _truncation(turns: tuple[Turn, ...]) -> str:
     """Return "time" where the last response had no time to end."""
     return "time" if turns and turns[-1].call.finish_reason is FinishReason.DEADLINE else ""

@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from flowtrain.agents.agentflow.build import most_kept
-from flowtrain.agents.agentflow.lenient import RULES
 from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
-from flowtrain.agents.agentflow.verdicts import read_verdict
+from flowtrain.agents.agentflow.replies import RULES, read_verdict
 from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.config import OWN, Config
 from flowtrain.logging.tally import Tally

@@ -61,8 +61,8 @@ def choice(task: Task, answer: str) -> float:
             f"task {task.id!r}: scorer 'choice' needs an answer among the options "
             f"{task.choices!r}, not {task.answers!r}"
         )
-    given = named_option(answer, task.choices)
-    return float(given is not None and _spaced(task.choices[given]) in right)
+    option = named_option(answer, task.choices)
+    return float(option is not None and _spaced(task.choices[option]) in right)
 
 
 def named_option(answer: str, choices: Sequence[str]) -> int | None:
@@ -71,68 +71,68 @@ def named_option(answer: str, choices: Sequence[str]) -> int | None:
     the text of another option.
     """
     text = "\n".join(filter(None, map(_plain, visible(answer).splitlines())))
-    whole = _same_text(answer, choices)
-    found = re.fullmatch(rf"{_FRAME.pattern}{_LETTER.pattern}[.!]*", text, re.IGNORECASE)
-    if found and not _mentions(text[: found.start(1)], choices):
-        whole |= {index for index in [_index(found[1], choices)] if index is not None}
-    if whole:
-        return _only(whole, choices)
+    options = _same_text(answer, choices)
+    match = re.fullmatch(rf"{_FRAME.pattern}{_LETTER.pattern}[.!]*", text, re.IGNORECASE)
+    if match and not _mentions(text[: match.start(1)], choices):
+        options |= {index for index in [_index(match[1], choices)] if index is not None}
+    if options:
+        return _only(options, choices)
     # A letter with its own text, which may have the words of a denial ("B. No tests required").
-    if (named := re.match(rf"{_FRAME.pattern}{_LETTER.pattern}", text, re.IGNORECASE)) and (
-        (index := _index(named[1], choices)) in _same_text(text[named.end() :].strip(), choices)
-        and not _mentions(text[: named.start(1)], choices)
+    if (letter := re.match(rf"{_FRAME.pattern}{_LETTER.pattern}", text, re.IGNORECASE)) and (
+        (index := _index(letter[1], choices)) in _same_text(text[letter.end() :].strip(), choices)
+        and not _mentions(text[: letter.start(1)], choices)
     ):
         return index
     ends = rf"(?<=[^\W_]{{2}}[.!?])\s+|(?<=[?!])\s+|\n(?![a-z][^)])|(?<=\.)\s+(?={_OPENER})"
     sentences = re.split(ends, text)
     while len(sentences) > 1 and not _without_reason(sentences[-1]):
         sentences.pop()
-    *others, last = [_stated(_without_reason(each), choices) for each in sentences]
+    *statements, last = [_option_in(_without_reason(sentence), choices) for sentence in sentences]
     is_last_word = re.match(rf"{_OPENER}|.*\bfinal\b", sentences[-1], re.IGNORECASE)
-    return last if is_last_word or {*others} <= {None, last} else None
+    return last if is_last_word or {*statements} <= {None, last} else None
 
 
-def _stated(sentence: str, choices: Sequence[str]) -> int | None:
+def _option_in(sentence: str, choices: Sequence[str]) -> int | None:
     """Return the option that a sentence states."""
-    if found := _CONTRAST.fullmatch(sentence.rstrip(".! ")):
-        one, other = (named_option(part, choices) for part in found.groups())
-        return other if one is not None and one != other else None
+    if match := _CONTRAST.fullmatch(sentence.rstrip(".! ")):
+        denied, stated = (named_option(part, choices) for part in match.groups())
+        return stated if denied is not None and denied != stated else None
     frame = _FRAME.match(sentence)
     start = frame.end() if frame else 0
     if start and _mentions(sentence[:start], choices):
         return None
-    found = _LETTER.match(sentence, start)
-    if found and _index(found[1], choices) is not None:
-        rest = sentence[found.end() :].strip("()\"' ")
-        is_marked = found[0].strip() != found[1]  # "a cancer" and "A cancer" begin with an article
-        if is_marked or _AFTER.fullmatch(rest) or (start and found[1] not in "aAI"):
-            index = _index(found[1], choices)
-            return index if _AFTER.fullmatch(rest) or index in _same_text(rest, choices) else None
+    match = _LETTER.match(sentence, start)
+    if match and _index(match[1], choices) is not None:
+        tail = sentence[match.end() :].strip("()\"' ")
+        is_marked = match[0].strip() != match[1]  # "a cancer" and "A cancer" begin with an article
+        if is_marked or _AFTER.fullmatch(tail) or (start and match[1] not in "aAI"):
+            index = _index(match[1], choices)
+            return index if _AFTER.fullmatch(tail) or index in _same_text(tail, choices) else None
     text = sentence.rstrip(".! ")
-    if found := re.fullmatch(r"(.+?)\s*\(([A-Za-z])\)", text):
-        named = named_option(found[1], choices)
-        return named if _index(found[2], choices) == named else None
+    if match := re.fullmatch(r"(.+?)\s*\(([A-Za-z])\)", text):
+        named = named_option(match[1], choices)
+        return named if _index(match[2], choices) == named else None
     is_numbered = re.search(r"(?:option|choice)[\s:#]*\Z", text[:start], re.IGNORECASE)
     places = [start] if start and not is_numbered else []
-    for place in [*places, *(found.end() for found in _STATED.finditer(text))]:
-        if same := _same_text(text[place:], choices):
+    for place in [*places, *(match.end() for match in _STATED.finditer(text))]:
+        if options := _same_text(text[place:], choices):
             is_doubtful = _DOUBT.search(text[:place]) or _mentions(text[:place], choices)
-            return None if is_doubtful else _only(same, choices)
+            return None if is_doubtful else _only(options, choices)
     return None
 
 
 def _without_reason(sentence: str) -> str:
     """Drop a reason that takes nothing back and names no other option."""
-    found = _REASON.search(sentence)
-    is_plain = found and not _DOUBT.search(found[0]) and not re.search(r"\b[A-HJ-Z]\b", found[0])
-    return sentence[: found.start()] if found and is_plain else sentence
+    reason = _REASON.search(sentence)
+    is_plain = reason and not _DOUBT.search(reason[0]) and not re.search(r"\b[A-HJ-Z]\b", reason[0])
+    return sentence[: reason.start()] if reason and is_plain else sentence
 
 
 def _mentions(text: str, choices: Sequence[str]) -> bool:
     """Return whether a text has the text of an option."""
     options = filter(None, map(_plain, choices))
     return any(
-        re.search(rf"(?<!\w){re.escape(each)}(?!\w)", text, re.IGNORECASE) for each in options
+        re.search(rf"(?<!\w){re.escape(option)}(?!\w)", text, re.IGNORECASE) for option in options
     )
 
 
@@ -141,15 +141,15 @@ def _accepted_option(accepted: str, choices: Sequence[str]) -> int | None:
 
     Among the blood groups O, A, B and AB the accepted "A" is the second.
     """
-    same = _same_text(accepted, choices)
-    return _only(same, choices) if same else named_option(accepted, choices)
+    options = _same_text(accepted, choices)
+    return _only(options, choices) if options else named_option(accepted, choices)
 
 
 def _same_text(text: str, choices: Sequence[str]) -> set[int]:
     """Return the options with that text, in the strictest sense in which there is any."""
-    for given, *wanted in zip(_forms(text), *map(_forms, choices), strict=True):
-        if found := {index for index, form in enumerate(wanted) if form == given}:
-            return found
+    for text_form, *option_forms in zip(_forms(text), *map(_forms, choices), strict=True):
+        if options := {index for index, form in enumerate(option_forms) if form == text_form}:
+            return options
     return set()
 
 

@@ -19,16 +19,16 @@ class Date(NamedTuple):
     month: int = 0
     day: int = 0
 
-    def fits(self, wanted: Date) -> bool:
-        """Return whether this is the wanted date, or a more precise one within it."""
-        return all(not named or named == given for given, named in zip(self, wanted, strict=True))
+    def fits(self, gold: Date) -> bool:
+        """Return whether this is the gold date, or a more precise one within it."""
+        return all(not named or named == part for part, named in zip(self, gold, strict=True))
 
 
 def read(text: str) -> Date | None:
     """Read a date that is the whole text, or a year of four digits; None for any other text."""
     text = text.casefold().strip() if len(text) <= 60 else ""
-    if found := _ISO.fullmatch(text):
-        return _valid(*map(int, found.groups()))
+    if match := _ISO.fullmatch(text):
+        return _valid(*map(int, match.groups()))
     year = month = day = 0
     for word in _WORD.findall(_ORDINAL.sub("", text)):
         if word.isdigit() and word.isascii() and len(word) == 4 and not year:

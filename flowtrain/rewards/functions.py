@@ -106,19 +106,21 @@ class RewardFunctions:
         """
         if not options.function:
             return None
-        found = tuple(_load(name, weight) for name, weight in options.function.items())
-        parts = [each.part for each in found]
-        if twice := [each for place, each in enumerate(found) if each.part in parts[:place]]:
+        functions = tuple(_load(name, weight) for name, weight in options.function.items())
+        parts = [function.part for function in functions]
+        if twins := [
+            function for place, function in enumerate(functions) if function.part in parts[:place]
+        ]:
             raise UserError(
-                f"reward.function={twice[0].name!r}: another one is called {twice[0].part!r}, too"
+                f"reward.function={twins[0].name!r}: another one is called {twins[0].part!r}, too"
             )
         pool = BlockingPool(MAX_CONCURRENCY + MAX_LOST, "reward")
-        return cls(options, policies, found, asyncio.Semaphore(MAX_CONCURRENCY), pool)
+        return cls(options, policies, functions, asyncio.Semaphore(MAX_CONCURRENCY), pool)
 
     @property
     def name(self) -> str:
-        """The names of all functions, for `scored_by`."""
-        return " + ".join(each.name for each in self.functions)
+        """Return the names of all functions, for `scored_by`."""
+        return " + ".join(function.name for function in self.functions)
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Raise UserError for a task that a built-in scorer among the functions cannot score."""
@@ -146,18 +148,18 @@ class RewardFunctions:
         reached = solved_weight(trajectory.task, trajectory.turns, trajectory.output)
         trajectory = replace(trajectory, sub_goals=reached)
         try:
-            parts, terms, of_turns = await self._call_all(trajectory)
+            parts, terms, turn_rewards = await self._call_all(trajectory)
             rewards = {policy: self._total(terms, policy) for policy in self.policies}
-        except _Failed as failed:
-            self._warn(failed)
-            scored_by = f"{self.name}: {failed.reason}"
-            return replace(trajectory, scored_by=scored_by, error=str(failed))
+        except _Failed as failure:
+            self._warn(failure)
+            scored_by = f"{self.name}: {failure.reason}"
+            return replace(trajectory, scored_by=scored_by, error=str(failure))
         return replace(
             trajectory,
             reward=rewards[self.policies[0]],
             policy_rewards=rewards if any(isinstance(x, ByPolicy) for x in terms) else {},
             reward_parts=parts,
-            turn_rewards=of_turns,
+            turn_rewards=turn_rewards,
             scored_by=self.name,
         )
 
@@ -182,15 +184,17 @@ class RewardFunctions:
         """
         parts: dict[str, float] = {}
         terms: list[float | ByPolicy] = []
-        of_turns: list[tuple[float, ...]] = []
+        turn_parts: list[tuple[float, ...]] = []
         for function in self.functions:
             for name, part in (await self._call(function, trajectory)).items():
                 if name in parts:
                     text = f"reward function {function.name}: another one gives {name!r}, too"
                     raise _Failed("value", text)
                 if isinstance(part, ByPolicy):
-                    if others := part.keys() - set(self.policies):
-                        text = f"{name!r} has a reward of {others.pop()!r}, no policy of this run"
+                    if strangers := part.keys() - set(self.policies):
+                        text = (
+                            f"{name!r} has a reward of {strangers.pop()!r}, no policy of this run"
+                        )
                         raise _Failed("value", f"reward function {function.name}: {text}")
                     parts |= {f"{name}/{policy}": x for policy, x in part.items()}
                     terms.append(ByPolicy({p: function.weight * x for p, x in part.items()}))
@@ -199,13 +203,13 @@ class RewardFunctions:
                     if len(part) != len(trajectory.turns):
                         text = f"{name!r} has {len(part)} numbers for {len(trajectory.turns)} turns"
                         raise _Failed("value", f"reward function {function.name}: {text}")
-                    of_turns.append(tuple(function.weight * each for each in part))
+                    turn_parts.append(tuple(function.weight * number for number in part))
                     part = _sum(part)
                 parts[name] = part
                 terms.append(function.weight * part)
         if problem := part_problem(parts):
             raise _Failed("value", f"{self.name}: {problem}")
-        return parts, terms, tuple(map(_sum, zip(*of_turns, strict=True)))
+        return parts, terms, tuple(map(_sum, zip(*turn_parts, strict=True)))
 
     async def _call(self, function: _Function, trajectory: Trajectory) -> _Parts:
         """Call one function; return its parts."""
@@ -220,9 +224,9 @@ class RewardFunctions:
                 call = functools.partial(_attempt, function, arguments)
                 running = asyncio.ensure_future(self.pool.run(call))
             return await self._in_time(running)
-        except _Failed as failed:
-            text = f"reward function {function.name}: {failed}"
-            raise _Failed(failed.reason, text) from failed
+        except _Failed as failure:
+            text = f"reward function {function.name}: {failure}"
+            raise _Failed(failure.reason, text) from failure
 
     async def _in_time(self, running: asyncio.Future[_Parts]) -> _Parts:
         """Wait for the parts until the deadline."""
@@ -237,14 +241,14 @@ class RewardFunctions:
             raise _Failed("exception", "it was cancelled from inside")
         return running.result()
 
-    def _warn(self, failed: _Failed) -> None:
+    def _warn(self, failure: _Failed) -> None:
         """Tell the first failure of each kind."""
-        if failed.reason not in self.warned:
-            self.warned.add(failed.reason)
+        if failure.reason not in self.warned:
+            self.warned.add(failure.reason)
             _log.warning(
                 "%s; such a rollout fails, and is counted as reward_failures/%s",
-                failed,
-                failed.reason,
+                failure,
+                failure.reason,
             )
 
 
@@ -291,18 +295,18 @@ def _explained() -> Iterator[None]:
         raise _Failed("exception", f"{text} ({where})") from error
 
 
-def _parts(function: _Function, found: object) -> _Parts:
+def _parts(function: _Function, value: object) -> _Parts:
     """Read what a function returned. Raises _Failed for anything but numbers."""
-    if isinstance(found, ByPolicy):
-        found = {function.part: found}
-    if not isinstance(found, Mapping):
-        if not isinstance(found, SupportsFloat):
+    if isinstance(value, ByPolicy):
+        value = {function.part: value}
+    if not isinstance(value, Mapping):
+        if not isinstance(value, SupportsFloat):
             raise _Failed(
-                "value", f"it returned {_shown(found)}, not a number or a mapping of names to them"
+                "value", f"it returned {_shown(value)}, not a number or a mapping of names to them"
             )
-        found = {function.part: found}
+        value = {function.part: value}
     parts: _Parts = {}
-    for name, part in found.items():
+    for name, part in value.items():
         if isinstance(part, ByPolicy):
             if not all(isinstance(n, SupportsFloat) for n in part.values()):
                 raise _Failed("value", f"its part {_shown(name)} is {_shown(part)}, not numbers")
@@ -338,12 +342,12 @@ def _load(name: str, weight: float) -> _Function:
             f"{origin} may be {plugins.OBJECT} of a function, or a built-in scorer: "
             f"{', '.join(SCORERS)}"
         )
-    attribute, found = plugins.load_object(name, origin)
-    if not callable(found):
-        raise UserError(f"{origin}: {attribute!r} is {_shown(found)}, not a function")
+    attribute, function = plugins.load_object(name, origin)
+    if not callable(function):
+        raise UserError(f"{origin}: {attribute!r} is {_shown(function)}, not a function")
     with user_error(f"{origin} must take (task, answer, trajectory)", TypeError, ValueError):
-        inspect.signature(found).bind(None, None, None)
-    is_async = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(
-        type(found).__call__
+        inspect.signature(function).bind(None, None, None)
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        type(function).__call__
     )
-    return _Function(name, attribute, weight, found, is_async)
+    return _Function(name, attribute, weight, function, is_async)

@@ -42,7 +42,9 @@ def gameof24(task: Task, answer: str) -> float:
             f"{task.answers!r}"
         )
     numbers = [int(number) for number in task.answers]
-    expressions = [found for found in _expressions(answer) if _has_numbers(found, numbers)]
+    expressions = [
+        expression for expression in _expressions(answer) if _has_numbers(expression, numbers)
+    ]
     return float(bool(expressions) and is_right(expressions[-1], numbers))
 
 
@@ -57,14 +59,14 @@ def _expressions(answer: str) -> list[str]:
     for _ in range(MAX_NESTED_FRACTIONS):
         text = _FRACTION.sub(r"((\1)/(\2))", text)
     text = re.sub(r"\.(?![0-9])", ";", text.translate(_BRACKETS))
-    found = []
+    expressions = []
     for statement in _STATEMENT.findall(text):
         *sides, result = statement.split("=")
         is_other = result.strip().isdigit() and int(result) != TARGET
-        found += [
+        expressions += [
             _balanced(side) + (f" = {result}" if is_other else "") for side in (*sides, result)
         ]
-    return found
+    return expressions
 
 
 def _balanced(side: str) -> str:
@@ -76,10 +78,10 @@ def _balanced(side: str) -> str:
 
 def _has_numbers(expression: str, numbers: Sequence[int]) -> bool:
     side = expression.partition("=")[0]
-    found = re.findall("[0-9]+", side)
+    digits = re.findall("[0-9]+", side)
     return (
-        len(found) == len(numbers)
-        and sorted(map(int, found)) == sorted(numbers)
+        len(digits) == len(numbers)
+        and sorted(map(int, digits)) == sorted(numbers)
         and any(sign in side for sign in "+-*/")
     )
 

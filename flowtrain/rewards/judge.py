@@ -84,9 +84,9 @@ class Judge:
 
     async def _judge(self, prompts: Sequence[str]) -> list[bool | None]:
         (prompt,) = prompts
-        known = await asyncio.to_thread(self._cache.get, self._engine.name, prompt)
-        if known is not None:
-            return [known]
+        verdict = await asyncio.to_thread(self._cache.get, self._engine.name, prompt)
+        if verdict is not None:
+            return [verdict]
         self._counts["new"] += 1
         async with self._gate:
             return [await self._ask(prompt)]
@@ -129,7 +129,7 @@ def judge_prompt(task: Task, answer: str) -> str:
 def _quoted(value: Any) -> str:
     """Write JSON in which nothing is a special token to the tokenizer of a server."""
     text = json.dumps(value, ensure_ascii=False)
-    return LIKE_SPECIAL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return LIKE_SPECIAL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def parse_judgement(reply: str) -> bool | None:

@@ -20,7 +20,7 @@ _SYMBOLS = (
     "\u2260\\ne |\u2264\\le |\u2265\\ge |\u2248\\approx |\u2208\\in |\u00bd 1/2|\u00bc 1/4|"
     "\u00be 3/4|\uff0c, |\uff1b; |\u3001, |\u2227\\land |\u2228\\lor |\u2063,"
 )
-_UNICODE = SIGNS | {ord(each[0]): each[1:] for each in _SYMBOLS.split("|")}
+_UNICODE = SIGNS | {ord(symbol[0]): symbol[1:] for symbol in _SYMBOLS.split("|")}
 _NAMES = (
     "sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|ln|log|exp|pi|alpha|beta|gamma|delta|theta|lambda|mu|"
     "phi|omega"
@@ -51,7 +51,7 @@ _RULES = tuple(
         (r"\^\{?\\circ\}?|\\degree(?![A-Za-z])", " degrees "),
         (
             r"(?<![0-9.,])[0-9]{1,3}(?:(?:,?\\!\s*|\\[,;:]\s*|\{,\}|~)[0-9]{3})+(?![0-9])",
-            lambda found: re.sub(r"[^0-9]", "", found[0]),
+            lambda match: re.sub(r"[^0-9]", "", match[0]),
         ),
         (
             r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits|quad|qquad)(?![A-Za-z])"
@@ -76,7 +76,7 @@ _RULES = tuple(
         (r"(?<![A-Za-z\\])EmptySet(?![A-Za-z])", r"\\emptyset"),
         (
             r"(?<![A-Za-z\\])Matrix\(\[\[(.*)\]\]\)",
-            lambda found: r"\begin{pmatrix}" + _rows(found[1]) + r"\end{pmatrix}",
+            lambda match: r"\begin{pmatrix}" + _rows(match[1]) + r"\end{pmatrix}",
         ),
         (r"(?<![A-Za-z\\])a(?=(?:sin|cos|tan)\()", r"\\arc"),
         (r"(?<![A-Za-z\\])sqrt(?=\()", r"\\sqrt"),
@@ -117,15 +117,15 @@ def tidy(text: str) -> str:
 def _braced(text: str) -> str:
     r"""Write \sqrt(2) as \sqrt{2}, and 2^(n+1) as 2^{n+1}."""
     pieces, start = [], 0
-    while found := _GROUP.search(text, start):
+    while match := _GROUP.search(text, start):
         depth = 1
-        end = found.end()
+        end = match.end()
         while end < len(text) and depth:
             depth += (text[end] == "(") - (text[end] == ")")
             end += 1
         if depth:
             break
-        inner = _braced(text[found.end() : end - 1])
-        pieces += [text[start : found.end() - 1].rstrip(), "{", inner, "}"]
+        inner = _braced(text[match.end() : end - 1])
+        pieces += [text[start : match.end() - 1].rstrip(), "{", inner, "}"]
         start = end
     return "".join([*pieces, text[start:]])

@@ -42,11 +42,11 @@ def math_match(task: Task, answer: str) -> float:
 
 def pairs(task: Task, answer: str) -> Iterator[tuple[str, str]]:
     """Yield the ways to read the answer, each beside one to read an accepted answer."""
-    given = [_plain(text, task.question) for text in readings(answer)]
+    texts = [_plain(text, task.question) for text in readings(answer)]
     for accepted in task.answers:
-        for wanted in _logarithms(accepted, _plain(tidy(accepted), task.question)):
-            for text in given:
-                yield from ((each, wanted) for each in _logarithms(answer, text))
+        for gold in _logarithms(accepted, _plain(tidy(accepted), task.question)):
+            for text in texts:
+                yield from ((reading, gold) for reading in _logarithms(answer, text))
 
 
 def readings(answer: str) -> list[str]:
@@ -54,12 +54,12 @@ def readings(answer: str) -> list[str]:
     text = tidy(answer)
     if not text or len(text) > MAX_LENGTH:
         return []
-    found = [text]
+    texts = [text]
     for part in (text, tidy(re.split(r"\n(?![a-z])", answer.strip())[-1])):
         last = re.split(r"(?<=[.!?])\s+", part)[-1]
-        if (lead := _LEAD.match(last)) and last[lead.end() :].strip() not in found:
-            found.append(last[lead.end() :].strip())
-    return found
+        if (lead := _LEAD.match(last)) and last[lead.end() :].strip() not in texts:
+            texts.append(last[lead.end() :].strip())
+    return texts
 
 
 def _logarithms(text: str, tidied: str) -> list[str]:
@@ -74,6 +74,6 @@ def _plain(text: str, question: str) -> str:
     if _NONE.fullmatch(text):
         return "\\emptyset"
     text = _AFTER_UNIT.sub("", text)
-    found = _COUNTED.fullmatch(text)
-    is_asked = found and re.search(rf"\b{re.escape(found[2])}\b", question, re.IGNORECASE)
-    return found[1] if found and is_asked else text
+    match = _COUNTED.fullmatch(text)
+    is_asked = match and re.search(rf"\b{re.escape(match[2])}\b", question, re.IGNORECASE)
+    return match[1] if match and is_asked else text

@@ -38,8 +38,8 @@ def visible(text: str) -> str:
     """Drop characters without width: soft hyphens, joiners, marks of direction and byte order."""
     if text.isascii():
         return text
-    kept = (c for c in text if unicodedata.category(c) != "Cf" or c in _SIGNS)
-    return _UNSEEN.sub("", "".join(kept))
+    characters = (c for c in text if unicodedata.category(c) != "Cf" or c in _SIGNS)
+    return _UNSEEN.sub("", "".join(characters))
 
 
 def normalise(text: str) -> str:

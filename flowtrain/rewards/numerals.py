@@ -32,12 +32,12 @@ def in_digits(text: str) -> str:
     return _SCALED.sub(_scaled, _NUMBER.sub(_digits, text))
 
 
-def _digits(found: re.Match[str]) -> str:
-    tens, unit, small, ordinal = (word and word.casefold() for word in found.groups())
+def _digits(match: re.Match[str]) -> str:
+    tens, unit, small, ordinal = (word and word.casefold() for word in match.groups())
     if ordinal:
         return _ORDINALS[ordinal]
     return str(_SMALL[small] if small else _TENS[tens] + _SMALL.get(unit or "zero", 0))
 
 
-def _scaled(found: re.Match[str]) -> str:
-    return f"{(Decimal(found[1]).scaleb(_SCALES[found[2].casefold()])).normalize():f}"
+def _scaled(match: re.Match[str]) -> str:
+    return f"{(Decimal(match[1]).scaleb(_SCALES[match[2].casefold()])).normalize():f}"

@@ -21,11 +21,11 @@ def check_tasks(tasks: TaskSet, functions: RewardFunctions | None, has_judge: bo
     """Check before the run that each task can be scored, its sub-goals, and sources by their own
     solutions. Functions of the user's own are not called.
     """
-    every = (*tasks.train, *(task for split in tasks.held_out.values() for task in split))
+    all_tasks = (*tasks.train, *(task for split in tasks.held_out.values() for task in split))
     if functions is not None:
-        functions.check(every)
+        functions.check(all_tasks)
     else:
-        for task in every:
+        for task in all_tasks:
             check(task)
     for task in tasks.train:
         sub_goals.check(task)
@@ -66,10 +66,10 @@ def _right_answer(task: Task, solution: str) -> str:
     """
     text = final_answer(solution or next(iter(task.answers), ""))
     marked = marked_answer(text)
-    said = " ".join(("", *words(text), ""))
+    sentence = " ".join(("", *words(text), ""))
     if marked is None and solution:
         for accepted in task.answers:
-            if f" {' '.join(words(accepted))} " in said:
+            if f" {' '.join(words(accepted))} " in sentence:
                 return accepted
     return text if marked is None else marked
 

@@ -40,8 +40,8 @@ async def by_rule(task: Task, answer: str) -> tuple[float, str]:
         check(task)
     if not answer:
         return 0.0, task.scorer
-    read = answer[-MAX_CHARS:]
-    reward = SCORERS[task.scorer](task, read)
+    text = answer[-MAX_CHARS:]
+    reward = SCORERS[task.scorer](task, text)
     if not reward and task.scorer == symbolic.SCORER:
-        reward = float(await symbolic.same(task, read))
+        reward = float(await symbolic.same(task, text))
     return reward, task.scorer

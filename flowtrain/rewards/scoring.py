@@ -44,15 +44,17 @@ def score(
     does it, and with ExceptionGroup for unforeseen failures. Not for callers on the event loop.
     """
 
-    async def all_of_them() -> list[Trajectory]:
-        each = [t for group in groups for t in group.trajectories]
+    async def score_all() -> list[Trajectory]:
+        trajectories = [t for group in groups for t in group.trajectories]
         async with asyncio.TaskGroup() as running:
-            scored = [running.create_task(score_one(t, judge, functions, bounds)) for t in each]
-        return [task.result() for task in scored]
+            runs = [
+                running.create_task(score_one(t, judge, functions, bounds)) for t in trajectories
+            ]
+        return [task.result() for task in runs]
 
-    rest = iter(run_to_end(all_of_them()))
+    results = iter(run_to_end(score_all()))
     return [
-        replace(group, trajectories=tuple(islice(rest, len(group.trajectories))))
+        replace(group, trajectories=tuple(islice(results, len(group.trajectories))))
         for group in groups
     ]
 
@@ -124,14 +126,16 @@ def is_refusal(answer: str) -> bool:
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
     """Permute the rewards of all finished rollouts: a control with nothing to learn."""
-    rewards = [(each.reward, each.policy_rewards) for group in groups for each in group.finished]
+    rewards = [
+        (rollout.reward, rollout.policy_rewards) for group in groups for rollout in group.finished
+    ]
     random.Random(seed).shuffle(rewards)
-    left = iter(rewards)
+    pool = iter(rewards)
 
     def shuffled(trajectory: Trajectory) -> Trajectory:
         if trajectory.error:
             return trajectory
-        reward, by_policy = next(left)
+        reward, by_policy = next(pool)
         return replace(trajectory, reward=reward, policy_rewards=by_policy)
 
     return [

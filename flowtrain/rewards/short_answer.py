@@ -53,22 +53,22 @@ def plain(text: str) -> str:
 
 def same(answer: str, accepted: str) -> bool:
     """Return whether two short answers say the same, the answer as precisely or more so."""
-    given, wanted = plain(answer), plain(accepted)
-    if normalise(given) == normalise(wanted):
+    text, gold = plain(answer), plain(accepted)
+    if normalise(text) == normalise(gold):
         return True
-    yes_no = _YES_NO.match(given.casefold())
-    is_plain = yes_no and not _DOUBT.search(given.casefold()[yes_no.end() :])
-    if yes_no and is_plain and yes_no[1] == normalise(wanted):
+    yes_no = _YES_NO.match(text.casefold())
+    is_plain = yes_no and not _DOUBT.search(text.casefold()[yes_no.end() :])
+    if yes_no and is_plain and yes_no[1] == normalise(gold):
         return True
-    if max(len(given), len(wanted)) > MAX_LENGTH:
+    if max(len(text), len(gold)) > MAX_LENGTH:
         return False
-    date, wanted_date = dates.read(given), dates.read(wanted)
-    if date and wanted_date:
-        return date.fits(wanted_date)
+    date, gold_date = dates.read(text), dates.read(gold)
+    if date and gold_date:
+        return date.fits(gold_date)
     return any(
-        _same_words(one, other)
-        for one in (given, *_without_year(given), *_first_measure(given))
-        for other in (wanted, *_first_measure(wanted))
+        _same_words(reading, gold_reading)
+        for reading in (text, *_without_year(text), *_first_measure(text))
+        for gold_reading in (gold, *_first_measure(gold))
     )
 
 
@@ -80,15 +80,15 @@ def canonical(text: str) -> str:
     return _SYNONYMS.get(text, text)
 
 
-def _same_words(given: str, wanted: str) -> bool:
+def _same_words(answer: str, gold: str) -> bool:
     """Compare in canonical form, and measures by value."""
-    signs = [_CURRENCY.findall(text) for text in (given, wanted)]
+    signs = [_CURRENCY.findall(text) for text in (answer, gold)]
     if all(signs) and signs[0] != signs[1]:
         return False
-    if canonical(_CURRENCY.sub("", given)) == canonical(_CURRENCY.sub("", wanted)):
+    if canonical(_CURRENCY.sub("", answer)) == canonical(_CURRENCY.sub("", gold)):
         return True
-    measure = _measure(given)
-    return measure is not None and measure == _measure(wanted)
+    measure = _measure(answer)
+    return measure is not None and measure == _measure(gold)
 
 
 def _measure(text: str) -> tuple[str, Fraction] | None:
@@ -101,14 +101,14 @@ def _measure(text: str) -> tuple[str, Fraction] | None:
 
 def _first_measure(text: str) -> list[str]:
     """Return "582 feet" of "582 feet (177 m)"."""
-    found = _PARENTHESIS.fullmatch(text)
-    return [found[1]] if found and _measure(found[1]) and _measure(found[2]) else []
+    match = _PARENTHESIS.fullmatch(text)
+    return [match[1]] if match and _measure(match[1]) and _measure(match[2]) else []
 
 
 def _without_year(text: str) -> list[str]:
     """Return "The Treaty of Paris" of "The Treaty of Paris (1783)", 41,173 of "41,173 (2010)"; but
     not 1066 of "1066 (1067)".
     """
-    found = _PARENTHESIS.fullmatch(text)
-    is_when = found and _WHEN.fullmatch(found[2]) and not re.fullmatch("[0-9]{1,4}", found[1])
-    return [found[1]] if found and is_when else []
+    match = _PARENTHESIS.fullmatch(text)
+    is_when = match and _WHEN.fullmatch(match[2]) and not re.fullmatch("[0-9]{1,4}", match[1])
+    return [match[1]] if match and is_when else []

@@ -46,18 +46,18 @@ def _answers(task: Task) -> Iterator[str]:
 
 
 def _is_found(names: list[str], question: str, turns: tuple[Turn, ...]) -> bool:
-    asked = [name for name in names if name in question]
+    question_names = [name for name in names if name in question]
     return any(
-        name in found and (name in asked or name not in given)
+        name in output and (name in question_names or name not in query)
         for turn in turns
-        for given, found in _findings(turn)
+        for query, output in _findings(turn)
         for name in names
     )
 
 
 def _findings(turn: Turn) -> Iterator[tuple[str, str]]:
-    for given, found in sub_goals.findings(turn):
-        yield _plain(given), _plain(found)
+    for query, output in sub_goals.findings(turn):
+        yield _plain(query), _plain(output)
 
 
 def _plain(text: str) -> str:

@@ -31,8 +31,8 @@ def token_f1(task: Task, answer: str) -> float:
 
     It is 0 beside yes or no unless the two are equal.
     """
-    given = normalise(plain(answer))
-    return max((_f1(given, normalise(plain(accepted))) for accepted in task.answers), default=0.0)
+    text = normalise(plain(answer))
+    return max((_f1(text, normalise(plain(accepted))) for accepted in task.answers), default=0.0)
 
 
 def published_metrics(task: Task, answer: str) -> dict[str, float]:
@@ -45,13 +45,13 @@ def published_metrics(task: Task, answer: str) -> dict[str, float]:
     """
     if task.scorer not in ANSWER_SCORERS:
         return {}
-    given = _published(answer)
-    if not given:
+    text = _published(answer)
+    if not text:
         return {"em": 0.0, "f1": 0.0}
-    accepted = [_published(each) for each in task.answers]
+    accepted = [_published(reference) for reference in task.answers]
     return {
-        "em": float(given in accepted),
-        "f1": max((_f1(given, each) for each in accepted), default=0.0),
+        "em": float(text in accepted),
+        "f1": max((_f1(text, reference) for reference in accepted), default=0.0),
     }
 
 
@@ -59,12 +59,12 @@ def _published(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
-def _f1(given: str, accepted: str) -> float:
-    if given == accepted:
+def _f1(answer: str, accepted: str) -> float:
+    if answer == accepted:
         return 1.0
-    if {given, accepted} & {"yes", "no"}:
+    if {answer, accepted} & {"yes", "no"}:
         return 0.0
-    words = Counter(given.split())
-    wanted = Counter(accepted.split())
-    num_same = (words & wanted).total()
-    return 2 * num_same / (words.total() + wanted.total())
+    words = Counter(answer.split())
+    gold_words = Counter(accepted.split())
+    num_same = (words & gold_words).total()
+    return 2 * num_same / (words.total() + gold_words.total())

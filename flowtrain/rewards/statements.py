@@ -83,17 +83,19 @@ class Numbers:
 
     has_others = False
 
-    def is_equal(self, given: str, wanted: str, factor: Fraction) -> bool:
-        """Return whether `factor` times the given value is the wanted one."""
-        one, other = self._read(given), self._read(wanted)
-        return one is not None and other is not None and factor * one == other
+    def is_equal(self, answer: str, gold: str, factor: Fraction) -> bool:
+        """Return whether `factor` times the answer is the gold value."""
+        value, gold_value = self._read(answer), self._read(gold)
+        return value is not None and gold_value is not None and factor * value == gold_value
 
     def is_rounded(self, exact: str, rounded: str) -> bool:
         """Return whether a decimal number is the other value, rounded to its digits."""
-        one, other = self._read(exact), self._read(rounded)
-        return one is not None and other is not None and abs(one - other) <= half_unit(rounded)
+        value, decimal = self._read(exact), self._read(rounded)
+        return (
+            value is not None and decimal is not None and abs(value - decimal) <= half_unit(rounded)
+        )
 
-    def is_same_equation(self, given: Sequence[str], wanted: Sequence[str]) -> bool:
+    def is_same_equation(self, answer: Sequence[str], gold: Sequence[str]) -> bool:
         """Return whether one equation is a multiple of the other, given by their sides."""
         self.has_others = True
         return False
@@ -106,13 +108,13 @@ class Numbers:
 
 def number(text: str) -> Fraction | None:
     r"""Read -1, 0.5, 1/2, \frac{1}{2} and (2+1/2), as 2 1/2 is written here."""
-    if found := _MIXED.fullmatch(text):
-        sign, whole, above, below = found.groups()
+    if match := _MIXED.fullmatch(text):
+        sign, whole, above, below = match.groups()
         if not int(below):
             return None
         value = int(whole) + Fraction(int(above), int(below))
-    elif found := _NUMBER.fullmatch(text):
-        sign, minus, above, below, decimal, divisor = found.groups()
+    elif match := _NUMBER.fullmatch(text):
+        sign, minus, above, below, decimal, divisor = match.groups()
         if not int(below or divisor or 1):
             return None
         value = Fraction(f"{minus}{above}/{below}") if above else Fraction(decimal)
@@ -127,33 +129,33 @@ def half_unit(text: str) -> Fraction:
     return Fraction(51, 100) / 10 ** len(text.partition(".")[2])
 
 
-def is_same(given: str, wanted: str, reader: Numbers, depth: int = 0) -> bool:
+def is_same(answer: str, gold: str, reader: Numbers, depth: int = 0) -> bool:
     """Return whether two tidied texts state the same."""
-    if squeezed(given) == squeezed(wanted):
+    if squeezed(answer) == squeezed(gold):
         return True
-    is_both, is_either = _BOTH.search(given + " " + wanted), _EITHER.search(given + " " + wanted)
+    is_both, is_either = _BOTH.search(answer + " " + gold), _EITHER.search(answer + " " + gold)
     if depth > MAX_NESTED or (is_both and is_either):
         return False
-    if RANGE.search(given) or RANGE.search(wanted):
-        return reader.is_equal(given, wanted, Fraction(1))
-    one, other = _List(given), _List(wanted)
+    if RANGE.search(answer) or RANGE.search(gold):
+        return reader.is_equal(answer, gold, Fraction(1))
+    one, other = _List(answer), _List(gold)
     if len(one.parts) != len(other.parts) or len(one.parts) > MAX_PARTS:
         return False
     if len(one.parts) == 1 and not one.brackets and not other.brackets:
         return _is_same_statement(one.parts[0], other.parts[0], reader, depth)
 
-    def same(part: str, wanted_part: str) -> bool:
-        return is_same(part, wanted_part, reader, depth + 1)
+    def same(part: str, gold_part: str) -> bool:
+        return is_same(part, gold_part, reader, depth + 1)
 
-    names, wanted_names = one.names, other.names
-    if all(names) and all(wanted_names):
+    names, gold_names = one.names, other.names
+    if all(names) and all(gold_names):
         return _is_same_each(one.parts, other.parts, same)
-    if any(names) and any(wanted_names):
+    if any(names) and any(gold_names):
         return False
-    is_ordered = len({*names, *wanted_names} - {""}) > 1
-    if any(names) or any(wanted_names):
+    is_ordered = len({*names, *gold_names} - {""}) > 1
+    if any(names) or any(gold_names):
         plain = other if any(names) else one
-        if not (all(names) or all(wanted_names)) or plain.brackets not in (
+        if not (all(names) or all(gold_names)) or plain.brackets not in (
             ("", "()", "[]") if is_ordered else ("", "{}")
         ):
             return False
@@ -168,15 +170,15 @@ def is_same(given: str, wanted: str, reader: Numbers, depth: int = 0) -> bool:
 
 
 def _is_same_each(
-    given: Sequence[str], wanted: Sequence[str], same: Callable[[str, str], bool]
+    parts: Sequence[str], gold_parts: Sequence[str], same: Callable[[str, str], bool]
 ) -> bool:
     """Compare each element with some other one."""
-    left = list(wanted)
-    for part in given:
-        match = next((other for other in left if same(part, other)), None)
+    candidates = list(gold_parts)
+    for part in parts:
+        match = next((candidate for candidate in candidates if same(part, candidate)), None)
         if match is None:
             return False
-        left.remove(match)
+        candidates.remove(match)
     return True
 
 
@@ -185,13 +187,13 @@ class _List:
 
     def __init__(self, text: str) -> None:
         self.brackets = ""
-        if found := _CASES.fullmatch(text):
-            text = found[2]
-        if (found := _MATRIX.fullmatch(text)) and (rows := split(found[2], _ROW)):
+        if match := _CASES.fullmatch(text):
+            text = match[2]
+        if (match := _MATRIX.fullmatch(text)) and (rows := split(match[2], _ROW)):
             self.parts = [cell for row in rows for cell in split(row, _CELL)]
             self.brackets = f"matrix of {[len(split(row, _CELL)) for row in rows]}"
             return
-        self.parts = list(_expanded(_elements(_THOUSANDS.sub(_joined, text))))
+        self.parts = list(_expanded(_elements(_THOUSANDS.sub(_without_commas, text))))
         if len(self.parts) == 1 and (enclosed := _bracketed(text)):
             brackets, inner = enclosed
             parts = list(_expanded(_elements(inner)))
@@ -203,9 +205,9 @@ class _List:
 
     @property
     def names(self) -> list[str]:
-        """The names of the elements that are equations; "" for those that are none."""
+        """Return the names of the elements that are equations; "" for those that are none."""
         sides = (split(part, _NAMED) for part in self.parts)
-        return [squeezed(each[0]) if len(each) > 1 else "" for each in sides]
+        return [squeezed(equation[0]) if len(equation) > 1 else "" for equation in sides]
 
 
 def _elements(text: str) -> list[str]:
@@ -249,8 +251,8 @@ def _bracketed(text: str) -> tuple[str, str] | None:
 
 def _is_balanced(text: str) -> bool:
     depth = 0
-    for found in _BRACKET.finditer(text):
-        depth += 1 if found["open"] else -1
+    for bracket in _BRACKET.finditer(text):
+        depth += 1 if bracket["open"] else -1
         if depth < 0:
             return False
     return depth == 0
@@ -262,21 +264,21 @@ def split(text: str, separator: re.Pattern[str]) -> list[str]:
         return [text]
     inside = []
     depth = 0
-    for found in _BRACKET.finditer(text):
-        depth += 1 if found["open"] else -1
-        if depth == (1 if found["open"] else 0):
-            inside.append(found.end() if found["open"] else found.start())
+    for match in _BRACKET.finditer(text):
+        depth += 1 if match["open"] else -1
+        if depth == (1 if match["open"] else 0):
+            inside.append(match.end() if match["open"] else match.start())
     spans = list(zip(inside[::2], inside[1::2], strict=True))
     pieces, start, place = [], 0, 0
-    for found in separator.finditer(text):
-        while place < len(spans) and spans[place][1] <= found.start():
+    for match in separator.finditer(text):
+        while place < len(spans) and spans[place][1] <= match.start():
             place += 1
-        is_inside = place < len(spans) and spans[place][0] <= found.start()
-        before = text[start : found.start()]
-        is_blank = found[0].isspace() and (_FUNCTION.search(before) or "=" not in before)
+        is_inside = place < len(spans) and spans[place][0] <= match.start()
+        prefix = text[start : match.start()]
+        is_blank = match[0].isspace() and (_FUNCTION.search(prefix) or "=" not in prefix)
         if not is_inside and not is_blank:
-            pieces.append(before.strip())
-            start = found.end()
+            pieces.append(prefix.strip())
+            start = match.end()
     pieces.append(text[start:].strip())
     return pieces if separator in (_EQUALS, _NAMED) else list(filter(None, pieces)) or [text]
 
@@ -285,58 +287,61 @@ def _sides(text: str) -> list[str]:
     return split(text, _EQUALS)
 
 
-def _is_same_statement(given: str, wanted: str, reader: Numbers, depth: int) -> bool:
+def _is_same_statement(answer: str, gold: str, reader: Numbers, depth: int) -> bool:
     """Compare two values or equations."""
 
     def same(one: str, other: str) -> bool:
         return is_same(one, other, reader, depth + 1)
 
-    given, wanted = _HEDGE.sub("", given, count=1), _HEDGE.sub("", wanted, count=1)
-    rough, wanted_rough = split(given, _APPROX), split(wanted, _APPROX)
-    if len(wanted_rough) > 1:
+    answer, gold = _HEDGE.sub("", answer, count=1), _HEDGE.sub("", gold, count=1)
+    rough, gold_rough = split(answer, _APPROX), split(gold, _APPROX)
+    if len(gold_rough) > 1:
         # What is accepted is the rounded value; a name may stand before it.
-        *names, value = [side for part in wanted_rough for side in _sides(part)]
-        *given_names, given_value = [side for part in rough for side in _sides(part)]
-        is_named = len(given_names) == len(names) and all(map(same, given_names, names))
-        return (not given_names or is_named) and same(given_value, value)
+        *names, value = [side for part in gold_rough for side in _sides(part)]
+        *answer_names, answer_value = [side for part in rough for side in _sides(part)]
+        is_named = len(answer_names) == len(names) and all(map(same, answer_names, names))
+        return (not answer_names or is_named) and same(answer_value, value)
     if len(rough) > 1:
-        exact, *others = rough
-        values = [_sides(exact)[-1], *others]
-        return any(
-            same(exact if value is values[0] else value, wanted) for value in values
-        ) and all(reader.is_rounded(one, other) for one, other in pairwise(map(_number, values)))
-    sides, wanted_sides = _sides(given), _sides(wanted)
-    if len(sides) > 1 and len(wanted_sides) > 1:
-        return _is_same_equation(sides, wanted_sides, reader, same)
-    if len(wanted_sides) > 1:
-        return _is_name(wanted_sides[0]) and same(given, wanted_sides[-1])
+        exact, *rounded = rough
+        values = [_sides(exact)[-1], *rounded]
+        return any(same(exact if value is values[0] else value, gold) for value in values) and all(
+            reader.is_rounded(one, other) for one, other in pairwise(map(_number, values))
+        )
+    sides, gold_sides = _sides(answer), _sides(gold)
+    if len(sides) > 1 and len(gold_sides) > 1:
+        return _is_same_equation(sides, gold_sides, reader, same)
+    if len(gold_sides) > 1:
+        return _is_name(gold_sides[0]) and same(answer, gold_sides[-1])
     if len(sides) > 1:
         *lefts, value = sides
-        return same(value, wanted) and all(
+        return same(value, gold) and all(
             _is_name(left)
             if place == 0 and _has_letters(left)
-            else _has_letters(left) or same(left, wanted)
+            else _has_letters(left) or same(left, gold)
             for place, left in enumerate(lefts)
         )
-    return _is_same_value(given, wanted, reader)
+    return _is_same_value(answer, gold, reader)
 
 
 def _is_same_equation(
-    sides: Sequence[str], wanted: Sequence[str], reader: Numbers, same: Callable[[str, str], bool]
+    sides: Sequence[str],
+    gold_sides: Sequence[str],
+    reader: Numbers,
+    same: Callable[[str, str], bool],
 ) -> bool:
-    if len(sides) != len(wanted):
+    if len(sides) != len(gold_sides):
         return (
-            len(wanted) == 2
-            and squeezed(sides[0]) == squeezed(wanted[0])
-            and (same("=".join(sides), wanted[1]))
+            len(gold_sides) == 2
+            and squeezed(sides[0]) == squeezed(gold_sides[0])
+            and (same("=".join(sides), gold_sides[1]))
         )
-    if _is_same_each(sides, wanted, same):
+    if _is_same_each(sides, gold_sides, same):
         return True
-    name, wanted_name = squeezed(sides[0]), squeezed(wanted[0])
-    is_solved = bool(re.fullmatch(r"[A-Za-z]|[A-Za-z]+", wanted[0]))
-    if len(sides) > 2 or (is_solved and name != wanted_name):
+    name, gold_name = squeezed(sides[0]), squeezed(gold_sides[0])
+    is_solved = bool(re.fullmatch(r"[A-Za-z]|[A-Za-z]+", gold_sides[0]))
+    if len(sides) > 2 or (is_solved and name != gold_name):
         return False
-    return reader.is_same_equation(sides, wanted)
+    return reader.is_same_equation(sides, gold_sides)
 
 
 def _is_name(text: str) -> bool:
@@ -350,9 +355,9 @@ def _has_letters(text: str) -> bool:
     )
 
 
-def _is_same_value(given: str, wanted: str, reader: Numbers) -> bool:
+def _is_same_value(answer: str, gold: str, reader: Numbers) -> bool:
     """Compare values, and units where both have one."""
-    one, other = quantity(_plain(given)), quantity(_plain(wanted))
+    one, other = quantity(_plain(answer)), quantity(_plain(gold))
     if one.dimension and other.dimension and one.dimension != other.dimension:
         return False
     if "%" in (one.dimension, other.dimension) and one.dimension != other.dimension:
@@ -373,11 +378,11 @@ def _number(text: str) -> str:
 def _plain(text: str) -> str:
     """Write 2:3 as 2/3, and 1,234 as 1234."""
     ratio = None if _CLOCK.fullmatch(text) else _RATIO.fullmatch(text)
-    return f"{ratio[1]}/{ratio[2]}" if ratio else _THOUSANDS.sub(_joined, text).strip()
+    return f"{ratio[1]}/{ratio[2]}" if ratio else _THOUSANDS.sub(_without_commas, text).strip()
 
 
-def _joined(found: re.Match[str]) -> str:
-    return found[0].replace(",", "")
+def _without_commas(match: re.Match[str]) -> str:
+    return match[0].replace(",", "")
 
 
 def squeezed(text: str) -> str:

@@ -56,18 +56,18 @@ async def same(task: Task, answer: str) -> bool:
     """Return whether a final answer equals an accepted one; those that are asked about side by side
     share processes, and equal ones are compared once.
     """
-    asked = tuple(pair for pair in pairs(task, answer) if _is_for_it(*pair))[:MAX_PAIRS]
-    return await _same_together(asked) if asked else False
+    cases = tuple(pair for pair in pairs(task, answer) if _needs_parser(*pair))[:MAX_PAIRS]
+    return await _same_together(cases) if cases else False
 
 
-def _is_for_it(given: str, wanted: str) -> bool:
+def _needs_parser(answer: str, gold: str) -> bool:
     """Return whether both are short, without sentences, and something in them is no number."""
-    if any(not text or len(text) > MAX_LENGTH for text in (given, wanted)):
+    if any(not text or len(text) > MAX_LENGTH for text in (answer, gold)):
         return False
-    if _WORDS.search(given) or _WORDS.search(wanted):
+    if _WORDS.search(answer) or _WORDS.search(gold):
         return False
     numbers = Numbers()
-    return not is_same(given, wanted, numbers) and numbers.has_others
+    return not is_same(answer, gold, numbers) and numbers.has_others
 
 
 async def _same(cases: Sequence[_Pairs]) -> list[bool]:
@@ -77,14 +77,14 @@ async def _same(cases: Sequence[_Pairs]) -> list[bool]:
     """
     if not _is_installed():
         return [False] * len(cases)
-    texts = [list(map(list, asked)) for asked in cases]
-    ran = await _sandbox().run(_PROGRAM.format(sources=_sources(), cases=texts))
-    if ran.error is None:
-        return [bool(equal) for equal in json.loads(ran.output.rstrip().rpartition("\n")[2])]
+    texts = [list(map(list, case)) for case in cases]
+    result = await _sandbox().run(_PROGRAM.format(sources=_sources(), cases=texts))
+    if result.error is None:
+        return [bool(equal) for equal in json.loads(result.output.rstrip().rpartition("\n")[2])]
     if len(cases) == 1:
         return [False]
-    alone = await asyncio.gather(*(_same([asked]) for asked in cases))
-    return list(itertools.chain(*alone))
+    verdicts = await asyncio.gather(*(_same([case]) for case in cases))
+    return list(itertools.chain(*verdicts))
 
 
 _same_together = Together(_same, TOGETHER)

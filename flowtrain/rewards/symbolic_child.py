@@ -60,7 +60,7 @@ _CONFIG = ConversionConfig(lowercase_symbols=False)
 def same(cases: list[list[list[str]]]) -> str:
     """Return for each case whether the texts of any of its pairs state the same, as JSON."""
     return json.dumps(
-        [any(is_same(given, wanted, Values()) for given, wanted in pairs) for pairs in cases]
+        [any(is_same(answer, gold, Values()) for answer, gold in pairs) for pairs in cases]
     )
 
 
@@ -69,14 +69,14 @@ class Values(Numbers):
     which then equals none.
     """
 
-    def is_equal(self, given: str, wanted: str, factor: Fraction) -> bool:
+    def is_equal(self, answer: str, gold: str, factor: Fraction) -> bool:
         try:
-            if RANGE.search(given) or RANGE.search(wanted):
-                return is_same_range(given, wanted)
-            one, other = number(given), number(wanted)
-            if one is not None and other is not None:
-                return factor * one == other
-            return agree(sympy.Rational(*factor.as_integer_ratio()) * read(given), read(wanted))
+            if RANGE.search(answer) or RANGE.search(gold):
+                return is_same_range(answer, gold)
+            value, gold_value = number(answer), number(gold)
+            if value is not None and gold_value is not None:
+                return factor * value == gold_value
+            return agree(sympy.Rational(*factor.as_integer_ratio()) * read(answer), read(gold))
         except Exception:  # noqa: BLE001
             return False
 
@@ -93,9 +93,9 @@ class Values(Numbers):
         except Exception:  # noqa: BLE001
             return False
 
-    def is_same_equation(self, given: Sequence[str], wanted: Sequence[str]) -> bool:
+    def is_same_equation(self, answer: Sequence[str], gold: Sequence[str]) -> bool:
         try:
-            one, other = (read(left) - read(right) for left, right in (given, wanted))
+            one, other = (read(left) - read(right) for left, right in (answer, gold))
             unknowns = one.free_symbols
             if len(unknowns) < 2 or unknowns != other.free_symbols:
                 return False  # of one unknown the solution is asked, and 2x=8 is none
@@ -120,7 +120,7 @@ def read(text: str) -> sympy.Expr:
         return {"\\infty": sympy.oo, "+\\infty": sympy.oo, "-\\infty": -sympy.oo}[text]
     # What the grammar does not read, it drops; so there is more behind the text's end.
     whole = latex2sympy(
-        f"({_prepared(text)})+\\Omega", normalization_config=None, conversion_config=_CONFIG
+        f"({_prepared_latex(text)})+\\Omega", normalization_config=None, conversion_config=_CONFIG
     )
     if not isinstance(whole, sympy.Add) or whole.args.count(_END) != 1:
         raise ValueError(f"{text!r} is not read to its end")
@@ -133,9 +133,9 @@ def read(text: str) -> sympy.Expr:
     return value
 
 
-def _prepared(text: str) -> str:
+def _prepared_latex(text: str) -> str:
     text = _DECIMAL.sub(
-        lambda found: rf"\frac{{{found[1]}{found[2]}}}{{1{'0' * len(found[2])}}}", text
+        lambda match: rf"\frac{{{match[1]}{match[2]}}}{{1{'0' * len(match[2])}}}", text
     )
     text = re.sub(r"(\d|\})\s*degrees?\b", r"\1 \\cdot \\frac{\\pi}{180} ", text)
     text = re.sub(r"\\sqrt\[([0-9]*[13579])\]\{-([^{}+-]*)\}", r"(-\\sqrt[\1]{\2})", text)
@@ -161,7 +161,7 @@ def agree(one: sympy.Expr, other: sympy.Expr) -> bool:
             continue
         if not is_near and (is_real or is_complex):
             return False
-        near[is_real] += is_near or -100
+        near[is_real] += is_near or -100  # one difference outweighs all points that agree
     enough = NUM_POINTS if unknowns else 1
     return near[True] >= enough or ((is_complex or not near[True]) and sum(near.values()) >= enough)
 
@@ -179,7 +179,7 @@ def _agree_at(terms: Sequence[sympy.Expr], point: dict[Any, Any]) -> tuple[bool,
     with mpmath.workdps(num_digits):
         one, other = compute(terms[:2], point)
         is_near = abs(one - other) <= min(sizes) * mpmath.mpf(10) ** -digits
-        is_real = all(abs(mpmath.im(each)) <= abs(each) * 1e-9 for each in (one, other))
+        is_real = all(abs(mpmath.im(value)) <= abs(value) * 1e-9 for value in (one, other))
     return is_real, bool(is_near)
 
 
@@ -196,7 +196,7 @@ def compute(terms: Sequence[sympy.Expr], point: dict[Any, Any]) -> list[Any]:
 
 def points(unknowns: set[sympy.Symbol]) -> Any:
     """Yield points: positive ones, near 1 and larger, then such with negative coordinates."""
-    dice = random.Random(24)
+    dice = random.Random(24)  # seeded, so that an answer is scored alike each time
     for place in range(6 * NUM_POINTS if unknowns else 1):
         low, high = (20, 300) if place % 2 else (300, 1500)
         is_mixed = place >= 4 * NUM_POINTS
@@ -207,14 +207,14 @@ def points(unknowns: set[sympy.Symbol]) -> Any:
         }
 
 
-def is_same_range(given: str, wanted: str) -> bool:
+def is_same_range(answer: str, gold: str) -> bool:
     """Compare inequalities and sets with each other.
 
     Where (1, 2) is accepted it may be a point, which 1 < x < 2 is not.
     """
-    (name, one), (wanted_name, other) = read_range(given), read_range(wanted)
-    is_point = not wanted_name and re.fullmatch(r"\((?!.*\\infty)[^()]*\)", wanted)
-    if (is_point and name) or (name and wanted_name and name != wanted_name):
+    (name, one), (gold_name, other) = read_range(answer), read_range(gold)
+    is_point = not gold_name and re.fullmatch(r"\((?!.*\\infty)[^()]*\)", gold)
+    if (is_point and name) or (name and gold_name and name != gold_name):
         return False
     return one == other or bool((one - other).is_empty and (other - one).is_empty)
 
@@ -234,8 +234,8 @@ def read_range(text: str) -> tuple[str, sympy.Set]:
             _relation(piece)
             for piece in re.split(r" and |\\(?:land|wedge)(?![A-Za-z])", alternative)
         ]
-        names |= {str(unknown) for each in ranges for unknown in each.free_symbols}
-        union = sympy.Union(union, sympy.Intersection(*(each.as_set() for each in ranges)))
+        names |= {str(unknown) for relation in ranges for unknown in relation.free_symbols}
+        union = sympy.Union(union, sympy.Intersection(*(relation.as_set() for relation in ranges)))
     (name,) = names
     return name, union
 
@@ -246,14 +246,14 @@ def _relation(text: str) -> Any:
     kinds = {"<": sympy.Lt, ">": sympy.Gt, "\\le": sympy.Le, "\\ge": sympy.Ge, "\\ne": sympy.Ne}
     real = [read(piece.strip()) for piece in pieces[::2]]
     real = [
-        each.xreplace({s: sympy.Symbol(s.name, real=True) for s in each.free_symbols})
-        for each in real
+        side.xreplace({s: sympy.Symbol(s.name, real=True) for s in side.free_symbols})
+        for side in real
     ]
-    found = [
+    relations = [
         kinds.get(sign, sympy.Eq)(left, right)
         for sign, left, right in zip(pieces[1::2], real, real[1:], strict=False)
     ]
-    return sympy.And(*found)
+    return sympy.And(*relations)
 
 
 def read_set(text: str) -> sympy.Set:
@@ -282,10 +282,10 @@ def read_set(text: str) -> sympy.Set:
             "Q": sympy.S.Rationals,
             "C": sympy.S.Complexes,
         }.get(text[-2], sympy.S.EmptySet)
-    if found := re.fullmatch(r"\\\{(.*)\\\}", text):
-        return sympy.FiniteSet(*map(read, found[1].split(",")))
-    found = re.fullmatch(r"([(\[])([^,]*),([^,]*)([)\]])", text)
-    if not found:
+    if match := re.fullmatch(r"\\\{(.*)\\\}", text):
+        return sympy.FiniteSet(*map(read, match[1].split(",")))
+    match = re.fullmatch(r"([(\[])([^,]*),([^,]*)([)\]])", text)
+    if not match:
         raise ValueError(f"{text!r} is no set")
-    low, high = read(found[2].strip()), read(found[3].strip())
-    return sympy.Interval(low, high, found[1] == "(", found[4] == ")")
+    low, high = read(match[2].strip()), read(match[3].strip())
+    return sympy.Interval(low, high, match[1] == "(", match[4] == ")")

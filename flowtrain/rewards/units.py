@@ -42,10 +42,10 @@ class Quantity(NamedTuple):
 
 def quantity(text: str) -> Quantity:
     """Read "1.5 km" as 1.5 of the dimension "length" and the factor 1000, "$5" as 5 dollars."""
-    if found := _PREFIX.match(text):
-        return Quantity(found[1] + text[found.end() :], *_BY_NAME[found[2]])
-    if found := _SUFFIX.fullmatch(text):
-        number, word, name, power, per = found.groups()
+    if match := _PREFIX.match(text):
+        return Quantity(match[1] + text[match.end() :], *_BY_NAME[match[2]])
+    if match := _SUFFIX.fullmatch(text):
+        number, word, name, power, per = match.groups()
         unit = _unit(name)
         divisor = _unit(per) if per else None
         is_angle = re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", number)

@@ -18,7 +18,7 @@ from typing import Any
 
 from flowtrain.agents.chat.conversation import Conversation, Message, TemplateRewrites
 from flowtrain.agents.chat.dialect import Dialect
-from flowtrain.agents.gateway.plain import Asked, Refusal
+from flowtrain.agents.gateway.plain import ChatRequest, Refusal
 from flowtrain.agents.gateway.wires import chat
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
@@ -78,7 +78,7 @@ def read_replies(
     ]
 
 
-def _conversation(row: Row, where: str) -> Asked:
+def _conversation(row: Row, where: str) -> ChatRequest:
     """Read a row. Raises UserError for what is none, or has what nobody would read."""
     messages = row.get("messages")
     for number, message in enumerate(messages if isinstance(messages, list) else ()):
@@ -136,7 +136,7 @@ def _call(call: Any, id: str) -> Any:
     return {"id": id, "type": "function", **fields, "function": function}
 
 
-def _replies(dialect: Dialect, request: Asked, where: str) -> Iterator[Call]:
+def _replies(dialect: Dialect, request: ChatRequest, where: str) -> Iterator[Call]:
     """Yield the replies of a conversation. Raises UserError for one that the template cannot show
     as it would be sampled.
     """

@@ -35,7 +35,7 @@ from flowtrain.records import Sample, TrainBatch, Trajectory, UserError
 from flowtrain.rewards.shortcuts import REASONS, shortcut
 from flowtrain.rft.conversations import imitate_file
 from flowtrain.rft.demonstrations import DemonstrationLog, open_log
-from flowtrain.rft.experts import asked_policies, demonstrate, draw_tasks, make_expert
+from flowtrain.rft.demonstrators import asked_policies, demonstrate, draw_tasks, make_expert
 from flowtrain.rft.imitation import fit, listed, named, sample_of, trainable
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.run.run_logger import rft_banner

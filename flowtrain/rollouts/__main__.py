@@ -40,12 +40,12 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     protect_output()
     end_on_signals()
-    options, rest = _parser().parse_known_args(arguments)
+    options, extras = _parser().parse_known_args(arguments)
     try:
-        code: int = options.run(options, rest)
+        code: int = options.run(options, extras)
         return code
     except (Refused, Unavailable) as error:
         say(f"{_COMMAND}: {error}")
@@ -57,10 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
+def _serve(options: argparse.Namespace, extras: Sequence[str]) -> int:
     from flowtrain.rollouts.ledger import open_ledger
 
-    config = _config(rest)
+    config = _config(extras)
     token_file = TokenFile(options.tokens) if options.tokens else None
     with ExitStack() as cleanup:
         if "://" not in options.database:  # several services may share a PostgreSQL server
@@ -91,8 +91,8 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def _token(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    _nothing_else(rest)
+def _token(options: argparse.Namespace, extras: Sequence[str]) -> int:
+    _refuse_extras(extras)
     if (options.action == "list") != (options.name is None):
         raise UserError("token issue and token revoke take a NAME, token list takes none")
     if options.action == "list":
@@ -105,8 +105,8 @@ def _token(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def _status(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    _nothing_else(rest)
+def _status(options: argparse.Namespace, extras: Sequence[str]) -> int:
+    _refuse_extras(extras)
     token = os.environ.get(serving.TOKEN_VARIABLE, "")
     with Client(options.url, token, wait_s=options.wait) as client:
         if options.json:
@@ -122,15 +122,15 @@ def _status(options: argparse.Namespace, rest: Sequence[str]) -> int:
             time.sleep(options.every)
 
 
-def _audit(options: argparse.Namespace, rest: Sequence[str]) -> int:
+def _audit(options: argparse.Namespace, extras: Sequence[str]) -> int:
     from flowtrain.rollouts.ledger import audit_database
 
-    _nothing_else(rest)
+    _refuse_extras(extras)
     audit = audit_database(options.database)
     if options.json:
         tokens = {policy: account.metrics() for policy, account in audit.tokens.items()}
-        found = {"problems": audit.problems, "counts": audit.counts, "tokens": tokens}
-        print(json.dumps(found, indent=1))
+        record = {"problems": audit.problems, "counts": audit.counts, "tokens": tokens}
+        print(json.dumps(record, indent=1))
     else:
         counts = ", ".join(f"{num:,} {name}" for name, num in audit.counts.items())
         print(counts or "nothing has happened yet")
@@ -149,20 +149,20 @@ def _config(args: Sequence[str]) -> Config:
     return config
 
 
-def _nothing_else(rest: Sequence[str]) -> None:
-    if rest:
-        raise UserError(f"{rest[0]!r} is nothing that this command knows; see --help")
+def _refuse_extras(extras: Sequence[str]) -> None:
+    if extras:
+        raise UserError(f"{extras[0]!r} is nothing that this command knows; see --help")
 
 
 def _parser() -> argparse.ArgumentParser:
     commands = Commands(_COMMAND, __doc__)
     database = "--database runs/flow.sqlite"
     run_options = "--config configs/quickstart.toml " + database
-    given = "--database DATABASE [--config FILE.toml] [--section.key VALUE ...]"
+    run_usage = "--database DATABASE [--config FILE.toml] [--section.key VALUE ...]"
 
     summary = "answer nodes and trainers, until Ctrl-C or SIGTERM"
     server = commands.add("serve", _serve, summary, example=f"{run_options} --port 8400")
-    server.usage = f"{_COMMAND} serve [--host HOST] [--port PORT] [--tokens FILE] {given}"
+    server.usage = f"{_COMMAND} serve [--host HOST] [--port PORT] [--tokens FILE] {run_usage}"
     server.epilog = (
         f"{server.epilog}. The run's options are those of python -m flowtrain.train, see its "
         "--help all; [dataflow] is read here."
@@ -184,11 +184,11 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add("status", _status, summary, example="http://host:8400")
     status.add_argument("url", metavar="URL", help="address of the service")
     status.add_argument("--json", action="store_true", help="print a record for programs, once")
-    for option, default_s, what in (
+    for option, default_s, purpose in (
         ("--every", 2.0, "between two looks"),
         ("--wait", 10.0, "to wait for an answer"),
     ):
-        text = f"seconds {what} (default: {default_s:g})"
+        text = f"seconds {purpose} (default: {default_s:g})"
         status.add_argument(option, type=_seconds, default=default_s, metavar="S", help=text)
 
     summary = "check that nothing was lost and nothing trained twice"
@@ -198,8 +198,8 @@ def _parser() -> argparse.ArgumentParser:
     return commands.parser
 
 
-def _add_database(parser: argparse.ArgumentParser, what: str) -> None:
-    text = f"path of an SQLite file, or postgresql://user@host/name; {what}"
+def _add_database(parser: argparse.ArgumentParser, note: str) -> None:
+    text = f"path of an SQLite file, or postgresql://user@host/name; {note}"
     parser.add_argument("--database", required=True, help=text)
 
 

@@ -77,12 +77,12 @@ class BatchSource:
 
     @property
     def dataflow(self) -> Dataflow:
-        """The service, as this rank asks it."""
+        """Return the service, as this rank asks it."""
         return self._dataflow
 
     @property
     def run(self) -> str:
-        """Identity of the dataflow's run; checkpoints keep it."""
+        """Return the identity of the dataflow's run; checkpoints keep it."""
         return self._run
 
     def register(self, policy: Register, trained_from: str) -> None:
@@ -94,15 +94,15 @@ class BatchSource:
         answer; KeyboardInterrupt when the run is asked to end meanwhile.
         """
         self._life = self._world.gather_text(uuid.uuid4().hex)[0]
-        described = replace(policy, life=self._life, run=trained_from)
-        asked = self._thread.submit(self._dataflow.register, described)
-        registered = self.settle(asked, lambda: "the service does not answer")
+        request = replace(policy, life=self._life, run=trained_from)
+        future = self._thread.submit(self._dataflow.register, request)
+        registered = self.settle(future, lambda: "the service does not answer")
         if registered is None:
             raise KeyboardInterrupt
         self._run = registered.run
         if self._world.is_main:
-            first = Progress(self._policy, policy.step, policy.step, life=self._life)
-            self._heartbeat.start(first)
+            progress = Progress(self._policy, policy.step, policy.step, life=self._life)
+            self._heartbeat.start(progress)
 
     def next_batch(self, step: int) -> Rollouts | None:
         """Wait for the batch of `step` and return this rank's groups, numbered by their index in
@@ -114,7 +114,7 @@ class BatchSource:
         """
         started = time.monotonic()
         self._seen, self._heard = f"no answer about step {step} yet", started
-        batch = self._fetched(step)
+        batch = self._fetch(step)
         if batch is None:
             return None
         waited_s = time.monotonic() - started
@@ -140,7 +140,7 @@ class BatchSource:
         `tokens`: what became of the tokens of the version's batch; None: not known.
         """
         if self._world.is_main:
-            told = Progress(
+            report = Progress(
                 self._policy,
                 version,
                 checkpoint,
@@ -149,7 +149,7 @@ class BatchSource:
                 tokens=tokens or {},
                 life=self._life,
             )
-            self._heartbeat.report_progress(told)
+            self._heartbeat.report_progress(report)
 
     def token_account(self) -> TokenAccount | None:
         """End the reports of progress, and ask for the account of all tokens of the policy, those
@@ -163,7 +163,7 @@ class BatchSource:
             return None
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """End the reports and the requests; a second call does nothing."""
         if self._has_ended.is_set():
             return
         self._has_ended.set()
@@ -175,23 +175,23 @@ class BatchSource:
     def _positions(self) -> range:
         return range(self._world.rank, self._num_groups, self._world.size)
 
-    def _fetched(self, step: int) -> Batch | None:
+    def _fetch(self, step: int) -> Batch | None:
         """Wait on rank 0 until the batch is full, then return this rank's part; None when the run
         is asked to end first. Collective.
         """
-        full: Future[Batch] = Future()
+        future: Future[Batch] = Future()
         if self._world.is_main:
-            full = self._thread.submit(self._full, step)
+            future = self._thread.submit(self._ask_until_full, step)
         else:
-            full.set_result(Batch((), 0))
-        batch = self.settle(full, self._missing)
+            future.set_result(Batch((), 0))
+        batch = self.settle(future, self._missing_text)
         if batch is None or self._world.size == 1:
             return batch
         if not self._world.is_main:
-            full = self._thread.submit(self._full, step)
-        return self.settle(full, self._missing)
+            future = self._thread.submit(self._ask_until_full, step)
+        return self.settle(future, self._missing_text)
 
-    def _full(self, step: int) -> Batch:
+    def _ask_until_full(self, step: int) -> Batch:
         """Ask until this rank's part of the batch is there."""
         rank, size = self._world.rank, self._world.size
         request = BatchRequest(self._policy, step, rank, size, life=self._life)
@@ -204,7 +204,7 @@ class BatchSource:
                 raise Unavailable("nobody waits for this batch any longer")
         return batch
 
-    def _missing(self) -> str:
+    def _missing_text(self) -> str:
         silent_s = time.monotonic() - self._heard
         return (
             self._seen
@@ -213,10 +213,7 @@ class BatchSource:
         )
 
     def settle(
-        self,
-        answer: Future[T],
-        why: Callable[[], str],
-        moved: Callable[[], float] | None = None,
+        self, answer: Future[T], why: Callable[[], str], moved: Callable[[], float] | None = None
     ) -> T | None:
         """Return the answer on this rank once all ranks have one; None when a rank is asked to end
         first. Collective.
@@ -243,6 +240,7 @@ class BatchSource:
                 *(not is_done, error is not None, is_refused, self._interrupt.requested),
                 stuck_s,
             ]
+            # All ranks decide by the same flags, so that they leave this loop together.
             is_waiting, has_failed, was_refused, is_asked, longest_s = self._world.max(flags)
             if has_failed:
                 problem = next(
@@ -269,14 +267,14 @@ class BatchSource:
             for assigned, group in zip(batch.groups, groups, strict=True)
             for age in self._ages(step, assigned.work_item, group)
         ]
-        mine = [
+        sums = [
             sum(age * number for age, number in ages),
             sum(number for _, number in ages),
-            sum(each.is_replay for each in batch.groups),
+            sum(assigned.is_replay for assigned in batch.groups),
         ]
         own_oldest = max((age for age, _ in ages), default=0)
         (total, num_tokens, num_replays), (oldest, longest_s) = self._world.reduce(
-            mine, [own_oldest, waited_s]
+            sums, [own_oldest, waited_s]
         )
         return {f"dataflow/{name}": value for name, value in batch.stats.items()} | {
             "dataflow/staleness_mean": total / max(num_tokens, 1),
@@ -286,22 +284,22 @@ class BatchSource:
         }
 
     def _ages(self, step: int, work_item: int, group: Group) -> list[tuple[int, int]]:
-        """(versions that tokens are behind those that `step` trains, number of them). RuntimeError
-        where that is too many.
+        """Return (versions that tokens are behind those that `step` trains, number of them).
+        RuntimeError where that is too many.
         """
-        found = [(step - 1 - version, number) for version, number in versions(group, self._policy)]
-        if found and (oldest := max(found)[0]) > self._options.max_staleness:
+        ages = [(step - 1 - version, number) for version, number in versions(group, self._policy)]
+        if ages and (oldest := max(ages)[0]) > self._options.max_staleness:
             raise RuntimeError(
                 f"work item {work_item} came for step {step} with tokens of version "
                 f"{step - 1 - oldest}, {oldest} versions behind; "
                 f"dataflow.max_staleness={self._options.max_staleness}"
             )
-        return found
+        return ages
 
 
 def connect(config: Config) -> Client:
-    """The service at dataflow.url; the token is FLOWTRAIN_TOKEN. It has more patience than a
-    `BatchSource`, which knows what is waited for.
+    """Make the client of the service at dataflow.url; the token is FLOWTRAIN_TOKEN. It has more
+    patience than a `BatchSource`, which knows what is waited for.
     """
     from flowtrain.rollouts.client import Client
 

@@ -213,7 +213,7 @@ def _decoded(content: bytes, kind: Any) -> Any:
 
 
 def _problem(content: bytes) -> str:
-    """The service's message about a problem, or the beginning of any other body."""
+    """Return the service's message about a problem, or the beginning of any other body."""
     try:
         return unpack(content, Problem).error
     except Refused:

@@ -62,10 +62,10 @@ class _Packed:
 def pack_group(group: Group) -> bytes:
     shared: list[int] = []
 
-    def cut(before: Call | None, call: Call) -> tuple[Call, Call]:
-        num = num_shared(_ids(before), call.prompt_ids)
+    def cut(previous: Call | None, call: Call) -> tuple[Call, Call]:
+        num = num_shared(_ids(previous), call.prompt_ids)
         shared.append(num)
-        return replace(_against(call, before, num), prompt_ids=call.prompt_ids[num:]), call
+        return replace(_xor_routes(call, previous, num), prompt_ids=call.prompt_ids[num:]), call
 
     return zlib.compress(pack(_Packed(_each_call(group, cut), tuple(shared))), 1)
 
@@ -86,12 +86,12 @@ def decoded(plain: bytes, max_bytes: int = MAX_GROUP_BYTES) -> Group:
         raise Refused(f"a group may have {max_bytes} bytes, this one has more")
     shared = iter(packed.shared)
 
-    def join(before: Call | None, call: Call) -> tuple[Call, Call]:
-        ids = _ids(before)
+    def join(previous: Call | None, call: Call) -> tuple[Call, Call]:
+        ids = _ids(previous)
         if not 0 <= (num := next(shared, -1)) <= len(ids):
             raise Refused("malformed group: a prompt shares more than there is")
-        whole = replace(_against(call, before, num), prompt_ids=ids[:num] + call.prompt_ids)
-        return whole, whole
+        call = replace(_xor_routes(call, previous, num), prompt_ids=ids[:num] + call.prompt_ids)
+        return call, call
 
     group = _each_call(packed.group, join)
     if next(shared, None) is not None:
@@ -103,28 +103,32 @@ def _ids(call: Call | None) -> tuple[int, ...]:
     return () if call is None else call.prompt_ids + call.response_ids
 
 
-def _against(call: Call, before: Call | None, num_shared: int) -> Call:
+def _xor_routes(call: Call, previous: Call | None, num_shared: int) -> Call:
     """XOR the routes of the first tokens with those of the call before; twice, and they are as they
     were.
     """
-    own, other = call.routes, before.routes if before is not None else None
-    if own is None or other is None:
+    routes, previous_routes = call.routes, previous.routes if previous is not None else None
+    if routes is None or previous_routes is None:
         return call
-    num = min(num_shared * own.bytes_per_token, len(own.experts), len(other.experts))
+    num = min(
+        num_shared * routes.bytes_per_token, len(routes.experts), len(previous_routes.experts)
+    )
     if num <= 0:
         return call
-    first = np.frombuffer(own.experts, np.uint8, num) ^ np.frombuffer(other.experts, np.uint8, num)
-    return replace(call, routes=replace(own, experts=first.tobytes() + own.experts[num:]))
+    xored = np.frombuffer(routes.experts, np.uint8, num) ^ np.frombuffer(
+        previous_routes.experts, np.uint8, num
+    )
+    return replace(call, routes=replace(routes, experts=xored.tobytes() + routes.experts[num:]))
 
 
 def _each_call(group: Group, change: Callable[[Call | None, Call], tuple[Call, Call]]) -> Group:
     """Change each call; `change` gets the policy's call before it as it is without the change, and
     returns that of its own, too.
     """
-    before: dict[str, Call] = {}
+    previous: dict[str, Call] = {}
 
     def changed(policy: str, call: Call) -> Call:
-        call, before[policy] = change(before.get(policy), call)
+        call, previous[policy] = change(previous.get(policy), call)
         return call
 
     return replace(
@@ -162,11 +166,11 @@ def _decoder(kind: type) -> msgspec.msgpack.Decoder[Any]:
     """Make the decoder of a record once. msgspec crashes when two threads make one of a kind."""
     with _LOCK:
         if kind not in _DECODERS:
-            _DECODERS[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decoded, ext_hook=_array)
+            _DECODERS[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_hook, ext_hook=_array)
         return _DECODERS[kind]
 
 
-def _encoded(value: Any) -> Any:
+def _encode_hook(value: Any) -> Any:
     if isinstance(value, array) and value.typecode == "i":
         return msgspec.msgpack.Ext(_ARRAY, value.tobytes())
     raise TypeError(f"{type(value).__name__} has no place in a message")
@@ -180,7 +184,7 @@ def _array(code: int, data: memoryview) -> Any:
     return values
 
 
-def _decoded(kind: type, value: Any) -> Any:
+def _decode_hook(kind: type, value: Any) -> Any:
     if kind is array and isinstance(value, array):
         return value
     raise ValueError(f"{type(value).__name__} is no {kind.__name__}")
@@ -188,4 +192,4 @@ def _decoded(kind: type, value: Any) -> Any:
 
 _LOCK = threading.Lock()
 _DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {}
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encoded)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_hook)

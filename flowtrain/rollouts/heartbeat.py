@@ -22,11 +22,11 @@ class Heartbeat:
         self._dataflow, self._interval_s, self._wait_s = dataflow, interval_s, wait_s
         self._news: queue.Queue[Progress | None] = queue.Queue()
         self._thread = Thread(target=self._run, name="heartbeat", daemon=True)
-        self._told, self._waited_s, self._has_ended, self._is_done = 0.0, 0.0, False, False
+        self._reported_s, self._waited_s, self._has_ended, self._is_done = 0.0, 0.0, False, False
 
-    def start(self, first: Progress) -> None:
-        self._told = time.monotonic()
-        self._news.put(first)
+    def start(self, progress: Progress) -> None:
+        self._reported_s = time.monotonic()
+        self._news.put(progress)
         self._thread.start()
 
     def waited(self, seconds: float) -> None:
@@ -35,9 +35,9 @@ class Heartbeat:
     def report_progress(self, progress: Progress) -> None:
         """Send a report with the seconds since the last one."""
         now = time.monotonic()
-        busy_s = max(0.0, now - self._told - self._waited_s)
+        busy_s = max(0.0, now - self._reported_s - self._waited_s)
         self._news.put(replace(progress, busy_s=busy_s, waited_s=self._waited_s))
-        self._told, self._waited_s = now, 0.0
+        self._reported_s, self._waited_s = now, 0.0
         self._is_done = progress.is_done
 
     def close(self) -> None:
@@ -65,5 +65,5 @@ class Heartbeat:
                 )
             try:
                 news = self._news.get(timeout=self._interval_s)
-            except queue.Empty:
+            except queue.Empty:  # a sign of life, whose seconds have been told already
                 news = replace(progress, busy_s=0.0, waited_s=0.0)

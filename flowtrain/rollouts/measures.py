@@ -87,36 +87,36 @@ def _work(status: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _policies(policies: Mapping[str, Any]) -> Iterator[Metric]:
-    """The names of policies are those of `types.PolicyName`."""
+    """Yield the metrics of policies, whose names are those of `types.PolicyName`."""
     by_policy = ("policy",)
 
-    def each(key: str) -> dict[str, float]:
+    def by_name(key: str) -> dict[str, float]:
         return {name: policy[key] for name, policy in policies.items()}
 
-    yield gauge(f"{_NAME}_step", "Newest step with a batch.", each("step"), by_policy)
+    yield gauge(f"{_NAME}_step", "Newest step with a batch.", by_name("step"), by_policy)
     text = "Newest version of the weights."
-    yield gauge(f"{_NAME}_weights_version", text, each("version"), by_policy)
+    yield gauge(f"{_NAME}_weights_version", text, by_name("version"), by_policy)
     states = {name: policy["state"] for name, policy in policies.items()}
-    live = {name: state == "live" for name, state in states.items() if state != "done"}
+    liveness = {name: state == "live" for name, state in states.items() if state != "done"}
     text = (
         "1: the trainer is heard, 0: not for dataflow.trainer_timeout_s; missing once it is done."
     )
-    yield gauge(f"{_NAME}_trainer_up", text, live, by_policy)
+    yield gauge(f"{_NAME}_trainer_up", text, liveness, by_policy)
     for key, did in (("busy", "trained"), ("waited", "waited for batches")):
         text = f"Seconds that the trainer {did}, told at the end of each step."
-        yield counter(f"{_NAME}_trainer_{key}_seconds", text, each(f"{key}_s"), by_policy)
-    for of in ("mean", "max"):
-        text = f"Versions that the groups of the newest batch were behind, {of}."
-        key = f"staleness_{of}"
+        yield counter(f"{_NAME}_trainer_{key}_seconds", text, by_name(f"{key}_s"), by_policy)
+    for statistic in ("mean", "max"):
+        text = f"Versions that the groups of the newest batch were behind, {statistic}."
+        key = f"staleness_{statistic}"
         ages = {name: p["batch"][key] for name, p in policies.items() if key in p["batch"]}
-        yield gauge(f"{_NAME}_batch_staleness_{of}_versions", text, ages, by_policy)
+        yield gauge(f"{_NAME}_batch_staleness_{statistic}_versions", text, ages, by_policy)
     groups: Counter[tuple[str, str]] = Counter()
     fates: Counter[tuple[str, str]] = Counter()
     sampled = {}
     for name, policy in policies.items():
         groups.update({(name, state): 0 for state in _STATES.values()})
-        for state, found in policy["groups"].items():
-            groups[name, _STATES.get(state, OTHER)] += found["num"]
+        for state, group in policy["groups"].items():
+            groups[name, _STATES.get(state, OTHER)] += group["num"]
         account = account_of(policy["tokens"])
         sampled[name] = account.sampled
         for fate, num in account.fates.items():
@@ -130,7 +130,7 @@ def _policies(policies: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _nodes(nodes: Mapping[str, Any]) -> Iterator[Metric]:
-    """Nodes are counted, not named: their names are chosen by others, and change."""
+    """Yield counts of nodes, without names: these are chosen by others, and change."""
     states = Counter({"alive": 0, "silent": 0, "gone": 0})
     names = {"live": "alive", "silent": "silent", "ended": "gone"}
     for node in nodes.values():

@@ -44,7 +44,7 @@ def key_of(lease: Lease) -> LeaseKey:
     return lease.work_item, lease.attempt
 
 
-class Asked(Dataflow, Protocol):
+class AsyncDataflow(Dataflow, Protocol):
     """A dataflow that coroutines ask, too."""
 
     async def ask(self, name: str, request: Any) -> Any: ...
@@ -54,7 +54,7 @@ class NodeClient:
     """The dataflow as one process of a node sees it. Coroutines raise Refused and Unavailable."""
 
     def __init__(
-        self, dataflow: Asked, name: str, layouts: Mapping[str, str] | None = None
+        self, dataflow: AsyncDataflow, name: str, layouts: Mapping[str, str] | None = None
     ) -> None:
         """Join, as a new process; `layouts`: see `announce`."""
         self._dataflow = dataflow
@@ -64,7 +64,7 @@ class NodeClient:
         self._sampled: Callable[[], Mapping[str, int]] = dict
         self._reason = ""
         """Why the last answer had no more leases."""
-        self._asked: LeaseRequest | None = None
+        self._pending: LeaseRequest | None = None
         """The request for leases that has no answer yet."""
         self._sent: list[float] = []
         """When the requests without an answer were sent."""
@@ -80,13 +80,13 @@ class NodeClient:
 
     @property
     def policies(self) -> Mapping[str, PolicyState]:
-        """The policies as the last answer described them."""
+        """Return the policies as the last answer described them."""
         return self._policies
 
     @property
     def silent_s(self) -> float:
-        """Seconds that the oldest request has waited for its answer; below 0 if none waits, or may
-        wait for something to lease.
+        """Return the seconds that the oldest request has waited for its answer; below 0 if none
+        waits, or may wait for something to lease.
         """
         return time.monotonic() - min(self._sent, default=math.inf)
 
@@ -95,7 +95,7 @@ class NodeClient:
     ) -> Leases:
         """Ask for work items. Where there was none before, the answer waits until there is."""
         began, wait_s = time.monotonic(), self._patience_s(versions)
-        self._asked = LeaseRequest(
+        self._pending = LeaseRequest(
             self._request.node,
             self._request.life,
             num,
@@ -107,15 +107,16 @@ class NodeClient:
             wait_s=wait_s,
             heard={name: state.version for name, state in self._policies.items()},
         )
-        answer = await self._ask("lease", self._asked, wait_s)
-        self._asked, self._policies, self._reason = None, answer.policies, answer.reason
+        answer = await self._ask("lease", self._pending, wait_s)
+        self._pending, self._policies, self._reason = None, answer.policies, answer.reason
+        # The next request is held until there is something, so it need not come later.
         has_begun_to_wait = not wait_s and self._patience_s(versions)
         left_s = answer.retry_after_s - (time.monotonic() - began)
         return replace(answer, retry_after_s=0.0 if has_begun_to_wait else max(0.0, left_s))
 
     def _patience_s(self, versions: Mapping[str, int]) -> float:
-        """How long the answer to a request may wait: not at all while there are newer weights to
-        load, with which another answer would come.
+        """Return how long the answer to a request may wait: not at all while there are newer
+        weights to load, with which another answer would come.
         """
         is_behind = any(
             state.version != versions.get(name, state.version)
@@ -128,9 +129,9 @@ class NodeClient:
 
     async def late_leases(self) -> Sequence[Lease]:
         """End the request for leases that has no answer yet, and return those that it got."""
-        if self._asked is None:
+        if self._pending is None:
             return ()
-        return (await self._ask("lease", replace(self._asked, wait_s=0.0))).leases
+        return (await self._ask("lease", replace(self._pending, wait_s=0.0))).leases
 
     async def renewals(self, held: Callable[[], Collection[LeaseKey]]) -> AsyncIterator[Renewed]:
         """Renew the leases that are held, at a third of their time, and yield the answers; without
@@ -139,12 +140,12 @@ class NodeClient:
         """
         loop = asyncio.get_running_loop()
         answers: asyncio.Queue[Future[Renewed]] = asyncio.Queue()
-        ended = threading.Event()
+        stopped = threading.Event()
 
         def renew() -> None:
-            while not ended.wait(self.joined.lease_s / 3):
+            while not stopped.wait(self.joined.lease_s / 3):
                 leases = held()
-                if not leases and self._asked is not None:
+                if not leases and self._pending is not None:
                     continue
                 answer: Future[Renewed] = Future()
                 settle(answer, partial(self.renew, leases))
@@ -158,17 +159,17 @@ class NodeClient:
             while True:
                 yield (await answers.get()).result()
         finally:
-            ended.set()
+            stopped.set()
 
     def renew(self, leases: Collection[LeaseKey] = ()) -> Renewed:
         """Renew the leases, and learn how the policies are."""
-        sent = time.monotonic()
-        self._sent.append(sent)
+        sent_s = time.monotonic()
+        self._sent.append(sent_s)
         try:
-            own = (self._request.node, self._request.life)
-            answer = self._dataflow.renew(Renewal(*own, tuple(leases), self._sampled()))
+            identity = (self._request.node, self._request.life)
+            answer = self._dataflow.renew(Renewal(*identity, tuple(leases), self._sampled()))
         finally:
-            self._sent.remove(sent)
+            self._sent.remove(sent_s)
         self._policies = answer.policies
         return answer
 
@@ -194,9 +195,9 @@ class NodeClient:
         await self._ask("release", request)
 
     async def _ask(self, name: str, request: Any, wait_s: float = 0.0) -> Any:
-        sent = time.monotonic() + wait_s
-        self._sent.append(sent)
+        sent_s = time.monotonic() + wait_s
+        self._sent.append(sent_s)
         try:
             return await self._dataflow.ask(name, request)
         finally:
-            self._sent.remove(sent)
+            self._sent.remove(sent_s)

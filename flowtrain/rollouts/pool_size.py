@@ -117,16 +117,16 @@ def target_size(window: Window) -> int:
 
 
 def window_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Window:
-    """The window between two reports of `Dataflow.status`."""
+    """Return the window between two reports of `Dataflow.status`."""
     nodes = nodes_at_work(after)
     waits, num_trained = [0.0], 0
     for name, policy in after["policies"].items():
         if policy["state"] != "live" or name not in before["policies"]:
             continue
-        old = before["policies"][name]
-        busy, waited = (_gain(old, policy, key) for key in ("busy_s", "waited_s"))
+        previous = before["policies"][name]
+        busy, waited = (_gain(previous, policy, key) for key in ("busy_s", "waited_s"))
         waits.append(waited / (busy + waited) if busy + waited > 0 else 0.0)
-        num_trained += int(_gain(old, policy, "step")) * policy["num_groups"]
+        num_trained += int(_gain(previous, policy, "step")) * policy["num_groups"]
     busy_s, waited_s = (
         sum(_gain(before["nodes"].get(name, {}), node, key) for name, node in nodes.items())
         for key in ("busy_s", "waited_s")
@@ -143,13 +143,13 @@ def nodes_at_work(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_warm(node: Mapping[str, Any]) -> bool:
-    """Whether it has made a group, or has found nothing to do."""
+    """Tell whether it has made a group, or has found nothing to do."""
     return bool(node["num_groups"] or node["waited_s"])
 
 
 def _has_stepped(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether each trainer at work has ended a step in between: it tells then how long it waited,
-    for that step too, before the nodes were warm.
+    """Tell whether each trainer at work has ended a step in between: it tells then how long it
+    waited, for that step too, before the nodes were warm.
     """
     return all(
         _gain(before["policies"].get(name, {}), policy, "busy_s") > 0
@@ -158,9 +158,9 @@ def _has_stepped(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     )
 
 
-def _gain(old: Mapping[str, Any], new: Mapping[str, Any], key: str) -> float:
-    """The growth of a counter, which restarts when a process does."""
-    return max(0.0, float(new[key]) - float(old.get(key, 0.0)))
+def _gain(previous: Mapping[str, Any], current: Mapping[str, Any], key: str) -> float:
+    """Return the growth of a counter, which restarts when a process does."""
+    return max(0.0, float(current[key]) - float(previous.get(key, 0.0)))
 
 
 def _ceil(x: float) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flowtrain.records import UserError
 from flowtrain.rollouts.codec import pack, unpack
@@ -29,14 +29,7 @@ from flowtrain.rollouts.contract import (
     Refused,
     Unavailable,
 )
-from flowtrain.rollouts.wire import (
-    MAX_WAIT_S,
-    MEDIA_TYPE,
-    METHODS,
-    PREFIX,
-    RUN_HEADER,
-    Problem,
-)
+from flowtrain.rollouts.wire import MAX_WAIT_S, MEDIA_TYPE, METHODS, PREFIX, RUN_HEADER, Problem
 from flowtrain.utils.net import serving
 from flowtrain.utils.net.credentials import Access, Caller, Role, TokenFile
 from flowtrain.utils.net.serving import Rejected
@@ -85,6 +78,13 @@ class _Desk:
             self.num_bytes -= num_bytes
 
 
+class _Waiting(NamedTuple):
+    """A request for leases that waits, and the future that ends its wait."""
+
+    lease: LeaseRequest
+    turn: asyncio.Future[bool]
+
+
 class _Lobby:
     """Requests for leases that wait until there is something to lease, first come, first served.
     One task looks for all of them, so that the database does not notice how many they are.
@@ -92,7 +92,7 @@ class _Lobby:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._waiting: dict[str, tuple[LeaseRequest, asyncio.Future[bool]]] = {}
+        self._waiting: dict[str, _Waiting] = {}
         """By the node, which waits once."""
         self._called: dict[int, LeaseRequest] = {}  # their turn has come, and no lease yet; by `id`
         self._looking: asyncio.Task[None] | None = None
@@ -100,26 +100,26 @@ class _Lobby:
     def leave(self, node: str) -> None:
         """End the wait of a node that has asked again: nobody hears what it would be given."""
         if node in self._waiting:
-            self._waiting.pop(node)[1].set_result(False)
+            self._waiting.pop(node).turn.set_result(False)
 
-    async def wait(self, asked: LeaseRequest, request: Request, longest_s: float) -> bool:
+    async def wait(self, lease: LeaseRequest, request: Request, longest_s: float) -> bool:
         """Wait until the request should be answered anew; False where it is no use."""
         loop, turn = asyncio.get_running_loop(), asyncio.Future[bool]()
-        self._called.pop(id(asked), None)
-        self._waiting[asked.node] = (asked, turn)
+        self._called.pop(id(lease), None)
+        self._waiting[lease.node] = _Waiting(lease, turn)
         if self._looking is None:
             self._looking = loop.create_task(self._watch(request.scope["is_ending"]))
-        gone = loop.create_task(_disconnect(request))
-        either: set[asyncio.Future[Any]] = {turn, gone}
+        disconnect = loop.create_task(_disconnect(request))
+        either: set[asyncio.Future[Any]] = {turn, disconnect}
         task: Any = asyncio.current_task()
-        task.add_done_callback(lambda _: self._called.pop(id(asked), None))
+        task.add_done_callback(lambda _: self._called.pop(id(lease), None))
         try:
             await asyncio.wait(either, timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)
-            return turn.result() if turn.done() else not gone.done()
+            return turn.result() if turn.done() else not disconnect.done()
         finally:
-            gone.cancel()
+            disconnect.cancel()
             if not turn.done():
-                del self._waiting[asked.node]
+                del self._waiting[lease.node]
 
     async def _watch(self, is_ending: Callable[[], bool]) -> None:
         try:
@@ -133,14 +133,17 @@ class _Lobby:
         """End the waits of those for whom there is something; of all, where the server ends."""
         try:
             openings = await asyncio.to_thread(self._ledger.openings)
-            for asked in self._called.values():
-                openings.take(asked)
-            ready = [node for node, (asked, _) in self._waiting.items() if openings.take(asked)]
+            # Those called before come first, as long as the ledger does not know of their leases.
+            for lease in self._called.values():
+                openings.take(lease)
+            ready_nodes = [
+                node for node, (lease, _) in self._waiting.items() if openings.take(lease)
+            ]
         except (Unavailable, UserError):  # those who ask again are told
-            ready = list(self._waiting)
-        for node in list(self._waiting) if is_ending else ready:
-            asked, turn = self._waiting.pop(node)
-            self._called[id(asked)] = asked
+            ready_nodes = list(self._waiting)
+        for node in list(self._waiting) if is_ending else ready_nodes:
+            lease, turn = self._waiting.pop(node)
+            self._called[id(lease)] = lease
             turn.set_result(not is_ending)
 
 
@@ -222,17 +225,17 @@ class Service:
         announced = int(request.headers.get("content-length", max_bytes))
         with desk.place(min(announced, max_bytes)):  # more is refused, and not read
             body = await serving.read_body(request, max_bytes)
-            parse = partial(self._parsed, caller, name, body)
+            parse = partial(self._parse, caller, name, body)
             is_upload = desk is self._uploads
-            asked = await loop.run_in_executor(desk.threads, parse) if is_upload else parse()
-            if isinstance(asked, LeaseRequest):
-                self._lobby.leave(asked.node)
-            answer, wait_s = await loop.run_in_executor(desk.threads, self._work, name, asked)
+            query = await loop.run_in_executor(desk.threads, parse) if is_upload else parse()
+            if isinstance(query, LeaseRequest):
+                self._lobby.leave(query.node)
+            answer, wait_s = await loop.run_in_executor(desk.threads, self._work, name, query)
         began = loop.time()
         while wait_s > (waited_s := loop.time() - began) and not request.scope["is_ending"]():
             left_s = wait_s - waited_s
-            if isinstance(asked, LeaseRequest):
-                if not await self._lobby.wait(asked, request, left_s):
+            if isinstance(query, LeaseRequest):
+                if not await self._lobby.wait(query, request, left_s):
                     break
             else:
                 pause_s = min(max(waited_s / 10, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
@@ -240,19 +243,19 @@ class Service:
                 if await request.is_disconnected():
                     break
             with desk.place(len(body)):
-                answer, still_s = await loop.run_in_executor(desk.threads, self._work, name, asked)
+                answer, still_s = await loop.run_in_executor(desk.threads, self._work, name, query)
             wait_s = wait_s if still_s > 0 else 0.0
         return answer
 
     def _caller(self, request: Request) -> Caller:
-        """Who asks, by the token."""
+        """Return who asks, by the token."""
         caller = self._access.caller(request.headers.get("authorization", ""))
         if caller is None:
             raise Rejected(401, "the token is missing or wrong", {"WWW-Authenticate": "Bearer"})
         return caller
 
     def _method(self, request: Request, caller: Caller) -> str:
-        """The name of the method, if the request may ask for it."""
+        """Return the name of the method, if the request may ask for it."""
         path: str = request.scope["path"]
         name = path.removeprefix(PREFIX)
         if re.match(r"/v\d+/", path) and name == path:
@@ -275,41 +278,41 @@ class Service:
             raise Rejected(409, "this service has another run now; join it again")
         return name
 
-    def _parsed(self, caller: Caller, name: str, body: bytes) -> Any:
-        """The request, if the caller may send it."""
+    def _parse(self, caller: Caller, name: str, body: bytes) -> Any:
+        """Return the request, if the caller may send it."""
         kind = METHODS[name].request
         if kind is None:
             return None
         try:
-            asked: Any = unpack(body, kind)
+            query: Any = unpack(body, kind)
         except Refused as error:
             raise Rejected(400, str(error)) from error
-        named = getattr(asked, METHODS[name].named_by)
-        if caller.role != Role.ALL and named != caller.name:
+        sender = getattr(query, METHODS[name].named_by)
+        if caller.role != Role.ALL and sender != caller.name:
             raise Rejected(
                 403,
                 f"the token is that of the {caller.role} {caller.name!r}, the request is of "
-                f"{named[:100]!r}",
+                f"{sender[:100]!r}",
             )
-        return asked
+        return query
 
-    def _work(self, name: str, asked: Any) -> tuple[bytes, float]:
-        """The answer, and for how many seconds a better one may be waited for."""
-        if asked is None:
+    def _work(self, name: str, query: Any) -> tuple[bytes, float]:
+        """Return the answer, and for how many seconds a better one may be waited for."""
+        if query is None:
             return pack(self._ask(name)), 0.0
-        if not isinstance(asked, BatchRequest | LeaseRequest):
-            return pack(self._ask(name, asked)), 0.0
-        answer = self._ask(name, replace(asked, wait_s=0.0))
-        if isinstance(asked, BatchRequest):
+        if not isinstance(query, BatchRequest | LeaseRequest):
+            return pack(self._ask(name, query)), 0.0
+        answer = self._ask(name, replace(query, wait_s=0.0))
+        if isinstance(query, BatchRequest):
             is_missing = answer.num_missing > 0
         else:
             heard = {name: policy.version for name, policy in answer.policies.items()}
             has_nothing = not answer.leases and answer.reason in WAITING
-            is_missing = has_nothing and heard == dict(asked.heard)
-        return pack(answer), min(asked.wait_s, MAX_WAIT_S) if is_missing else 0.0
+            is_missing = has_nothing and heard == dict(query.heard)
+        return pack(answer), min(query.wait_s, MAX_WAIT_S) if is_missing else 0.0
 
     def _ask(self, name: str, *request: Any) -> Any:
-        """The ledger's answer, and how long it took."""
+        """Return the ledger's answer, and note how long it took."""
         began = time.monotonic()
         try:
             return getattr(self._ledger, name)(*request)

@@ -40,11 +40,12 @@ def status_text(status: Mapping[str, Any]) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _evaluation(found: Mapping[str, Any]) -> str:
-    failed = f", {found['num_failed']} failed" if found["num_failed"] else ""
+def _evaluation(evaluation: Mapping[str, Any]) -> str:
+    failed = f", {evaluation['num_failed']} failed" if evaluation["num_failed"] else ""
     return (
-        f"{found['policy']} step {found['step']}, {found['name']}: {found['num_done']} of "
-        f"{found['num_questions']}{failed}, {found['num_leased']} under way"
+        f"{evaluation['policy']} step {evaluation['step']}, {evaluation['name']}: "
+        f"{evaluation['num_done']} of {evaluation['num_questions']}{failed}, "
+        f"{evaluation['num_leased']} under way"
     )
 
 
@@ -65,26 +66,26 @@ def _policies(policies: Mapping[str, Any]) -> str:
             else ["-", "-"]
         )
         counts = [str(policy[key]) for key in ("version", "step", "checkpoint")]
-        last = [*ages, str(policy["max_staleness"]), _idle(policy), _ago(policy["seen_s_ago"])]
-        rows.append((name, policy["state"], *counts, f"{policy['groups_per_s']:.2f}", *last))
+        columns = [*ages, str(policy["max_staleness"]), _idle(policy), _ago(policy["seen_s_ago"])]
+        rows.append((name, policy["state"], *counts, f"{policy['groups_per_s']:.2f}", *columns))
     return aligned(rows)
 
 
 def _groups(policies: Mapping[str, Any]) -> str:
-    """A row per policy and state: the number of groups, and their mean length."""
+    """Write a row per policy and state: the number of groups, and their mean length."""
     rows: list[tuple[str, ...]] = [("groups of", "state", "groups", "tokens each")]
     for name, policy in policies.items():
         for state in ("fresh", "assigned", *_LEFT_OUT):
-            if found := policy["groups"].get(state):
-                counts = (f"{found['num']:,}", f"{found['tokens_mean']:,.0f}")
+            if group := policy["groups"].get(state):
+                counts = (f"{group['num']:,}", f"{group['tokens_mean']:,.0f}")
                 rows.append((name, state, *counts))
     return aligned(rows) if len(rows) > 1 else ""
 
 
 def _tokens(policies: Mapping[str, Any]) -> str:
-    """A line per policy: what was sampled, and where it went."""
+    """Write a line per policy: what was sampled, and where it went."""
     accounts = {name: account_of(policy["tokens"]) for name, policy in policies.items()}
-    return "".join(f"tokens of {name}: {found.text()}\n" for name, found in accounts.items())
+    return "".join(f"tokens of {name}: {account.text()}\n" for name, account in accounts.items())
 
 
 def _nodes(nodes: Mapping[str, Any]) -> str:
@@ -98,13 +99,13 @@ def _nodes(nodes: Mapping[str, Any]) -> str:
             ", ".join(f"{policy} {version}" for policy, version in node["versions"].items()) or "-"
         )
         counts = [str(node["num_leased"]), f"{node['num_groups']:,}", f"{node['groups_per_s']:.2f}"]
-        seen = (node["state"], _ago(node["seen_s_ago"]))
-        rows.append((name, *seen, *counts, _idle(node), versions))
+        status = (node["state"], _ago(node["seen_s_ago"]))
+        rows.append((name, *status, *counts, _idle(node), versions))
     return aligned(rows)
 
 
 def _idle(member: Mapping[str, float]) -> str:
-    """The share of its time that a node or trainer waited."""
+    """Return the share of its time that a node or trainer waited."""
     total = member["busy_s"] + member["waited_s"]
     return f"{member['waited_s'] / total:.0%}" if total else "-"
 

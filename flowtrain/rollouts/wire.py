@@ -54,19 +54,19 @@ class Method:
 
 
 def _methods() -> Mapping[str, Method]:
-    found = {}
+    methods = {}
     for name, function in inspect.getmembers(Dataflow, inspect.isfunction):
         if not name.startswith("_"):
             kinds = typing.get_type_hints(function)
             request = kinds.get("request")
             max_bytes = MAX_PUSH_BYTES if name in ("push", "evaluate") else _MAX_BYTES
             roles, named_by = _askers(request)
-            found[name] = Method(request, kinds["return"], max_bytes, roles, named_by)
-    return MappingProxyType(found)
+            methods[name] = Method(request, kinds["return"], max_bytes, roles, named_by)
+    return MappingProxyType(methods)
 
 
 def _askers(request: type | None) -> tuple[tuple[Role, ...], str]:
-    """Who sends such requests, and the field that names it."""
+    """Return who sends such requests, and the field that names it."""
     if request is None:
         return (), ""
     names = {field.name for field in fields(request)}

@@ -145,11 +145,11 @@ class BenchmarkFile:
 
 def parse_benchmarks(texts: Sequence[str]) -> tuple[BenchmarkFile, ...]:
     """Read several; raises UserError as `BenchmarkFile.parse` does, and for a name given twice."""
-    found: dict[str, BenchmarkFile] = {}
-    for each in map(BenchmarkFile.parse, texts):
-        if found.setdefault(each.name, each) != each:
-            raise UserError(f"benchmark {each.name!r} is named twice, with different files")
-    return tuple(found.values())
+    benchmarks: dict[str, BenchmarkFile] = {}
+    for benchmark in map(BenchmarkFile.parse, texts):
+        if benchmarks.setdefault(benchmark.name, benchmark) != benchmark:
+            raise UserError(f"benchmark {benchmark.name!r} is named twice, with different files")
+    return tuple(benchmarks.values())
 
 
 def load_benchmark(name: str, folder: str | Path) -> list[Task]:
@@ -174,16 +174,16 @@ def benchmark_file(name: str, folder: str | Path) -> Path:
     where there are several.
     """
     paths = _paths(name, Path(folder))
-    found = [path for path in paths if path.is_file()]
-    if not found:
+    files = [path for path in paths if path.is_file()]
+    if not files:
         origin = _known(name).origin or f"test/{name}/data/data.json of {_AGENTFLOW}"
         raise UserError(
             f"benchmark {name!r}: there is neither {paths[0]} nor {paths[-1]}; copy {origin} to "
             f"{_target(name, Path(folder))}"
         )
-    if len(found) > 1:
-        raise UserError(f"benchmark {name!r} has several files: {', '.join(map(str, found))}")
-    return found[0]
+    if len(files) > 1:
+        raise UserError(f"benchmark {name!r} has several files: {', '.join(map(str, files))}")
+    return files[0]
 
 
 def _read(name: str, path: Path) -> list[Task]:

@@ -62,16 +62,16 @@ def key_facts(entities: Sequence[Entity]) -> list[tuple[Entity, str, str]]:
 
     Values that differ only in case count as equal.
     """
-    found = [
+    facts = [
         (e, attribute, str(e.facts[attribute]))
         for e in entities
         for attribute in KEY_ATTRIBUTES
         if attribute in e.facts
     ]
-    uses = Counter((entity.kind, attribute, value.casefold()) for entity, attribute, value in found)
+    uses = Counter((entity.kind, attribute, value.casefold()) for entity, attribute, value in facts)
     return [
         (e, attribute, value)
-        for e, attribute, value in found
+        for e, attribute, value in facts
         if uses[e.kind, attribute, value.casefold()] == 1
     ]
 
@@ -95,9 +95,9 @@ def passages(entities: Sequence[Entity]) -> tuple[str, ...]:
 
 def passage_value(text: str) -> str | None:
     """Return the value of a passage, between the last " is " and the final ".", or None."""
-    _, found, rest = text.rpartition(" is ")
-    value, period, _ = rest.rpartition(".")
-    return (value.strip() or None) if found and period else None
+    _, verb, tail = text.rpartition(" is ")
+    value, period, _ = tail.rpartition(".")
+    return (value.strip() or None) if verb and period else None
 
 
 def _reads_back(phrase: str) -> bool:

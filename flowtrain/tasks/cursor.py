@@ -29,6 +29,7 @@ class TaskCursor:
 
     def take(self, n: int) -> list[Task]:
         """Return the next `n` tasks."""
+        # The permutations depend on where batches begin, so another walk starts anew.
         walk = (n, self.position % n)
         if walk != self._walk or self.position < self._epoch * len(self._tasks):
             self._walk = walk
@@ -50,10 +51,11 @@ class TaskCursor:
         n, phase = self._walk
         order = list(range(len(self._tasks)))
         random.Random(f"tasks/{self._seed}/{self._epoch}").shuffle(order)
+        # So many tasks of the batch are of the epoch before.
         num_had = (self._epoch * len(order) - phase) % n
         if not self._order or n > len(order) or num_had == 0:
             return order
-        had = set(self._order[-num_had:])
-        first = [task for task in order if task not in had][: n - num_had]
-        taken = set(first)
-        return first + [task for task in order if task not in taken]
+        previous = set(self._order[-num_had:])
+        batch_rest = [task for task in order if task not in previous][: n - num_had]
+        head = set(batch_rest)
+        return batch_rest + [task for task in order if task not in head]

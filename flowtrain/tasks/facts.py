@@ -50,10 +50,7 @@ _FORMS = {
             "Name the {kind} with {fact}.",
             *_with("the {kind} with {fact}", _LEADS[2:]),
         ],
-        [
-            "Tell me which {kind} has {fact}.",
-            *_with("the {kind} with {fact}", _HELD_OUT_LEADS),
-        ],
+        ["Tell me which {kind} has {fact}.", *_with("the {kind} with {fact}", _HELD_OUT_LEADS)],
     ),
     "compute": (
         [*_with("{phrase}", _LEADS), "Calculate {phrase}.", "How much is {phrase}?"],
@@ -82,7 +79,7 @@ class _Item:
 
     @property
     def sub_goals(self) -> tuple[SubGoal, ...]:
-        """One for each step but the last; earlier ones weigh more, because more depends on them."""
+        """Return one per step but the last; earlier ones weigh more: more depends on them."""
         num_steps = len(self.plan)
         total = sum(range(2, num_steps + 1))
         return tuple(
@@ -113,19 +110,19 @@ def facts_tasks(
     has no arithmetic. Raises UserError when no kind is left, and for a kind that has fewer distinct
     questions than its share.
     """
-    every = [kind for kind in (*KINDS, *DEEP_KINDS) if kind in kinds]
-    left = [kind for kind in every if not (split == "entities" and kind == "arithmetic")]
-    if not left:
-        raise UserError(f"tasks.kinds={every}: split {split!r} needs another kind")
-    share, rest = divmod(num_tasks, len(left))
+    all_kinds = [kind for kind in (*KINDS, *DEEP_KINDS) if kind in kinds]
+    split_kinds = [kind for kind in all_kinds if not (split == "entities" and kind == "arithmetic")]
+    if not split_kinds:
+        raise UserError(f"tasks.kinds={all_kinds}: split {split!r} needs another kind")
+    share, remainder = divmod(num_tasks, len(split_kinds))
     training, held_out = split_entities(entities)
     pool = held_out if split == "entities" else training
     names = {entity.name for entity in pool}
     sources = _sources(pool, [fact for fact in key_facts(entities) if fact[0].name in names])
     drafts = [
         (kind, *draft)
-        for number, kind in enumerate(left)
-        for draft in _draw(kind, sources[kind], split, share + (number < rest), seed)
+        for number, kind in enumerate(split_kinds)
+        for draft in _draw(kind, sources[kind], split, share + (number < remainder), seed)
     ]
     random.Random(f"facts/{split}/{seed}").shuffle(drafts)
     return [
@@ -166,13 +163,13 @@ def _draw(
         for number, source in enumerate(sources)
     ]
     in_turn = filter(None, chain.from_iterable(zip_longest(*streams)))
-    found = list(islice(in_turn, count))
-    if len(found) < count:
+    items = list(islice(in_turn, count))
+    if len(items) < count:
         raise UserError(
-            f"num_tasks: split {split!r} has {len(found)} distinct questions of kind {kind!r}, "
+            f"num_tasks: split {split!r} has {len(items)} distinct questions of kind {kind!r}, "
             f"{count} are asked for; lower num_tasks or leave {kind!r} out"
         )
-    return found
+    return items
 
 
 def _questions(source: _Source, split: str, rng: random.Random) -> Iterator[tuple[str, _Item]]:
@@ -253,8 +250,8 @@ class _Pairs:
     def __getitem__(self, index: int) -> tuple[str, Entity, Entity]:
         number = bisect_right(self._ends, index)
         attribute, group = self._groups[number]
-        one, other = divmod(index - (self._ends[number - 1] if number else 0), len(group) - 1)
-        return attribute, group[one], group[other + (other >= one)]
+        first, second = divmod(index - (self._ends[number - 1] if number else 0), len(group) - 1)
+        return attribute, group[first], group[second + (second >= first)]
 
 
 def _lookup(entity: Entity, attribute: str) -> _Item:
@@ -277,17 +274,17 @@ def _chain(entity: Entity, key: str, value: str, attribute: str) -> _Item:
 
 
 def _sum_at(word: str, pairs: _Pairs, index: int) -> _Item:
-    attribute, one, other = pairs[index]
-    return _sum(word, _lookup(one, attribute), _lookup(other, attribute))
+    attribute, first, second = pairs[index]
+    return _sum(word, _lookup(first, attribute), _lookup(second, attribute))
 
 
 def _deep_sum_at(
     word: str, pairs: _Pairs, keys: Mapping[str, tuple[str, str]], hides_both: bool, index: int
 ) -> _Item:
     """Make a sum that names one entity, or both, by a key fact alone."""
-    attribute, one, other = pairs[index]
-    y = _chain(other, *keys[other.name], attribute) if hides_both else _lookup(other, attribute)
-    return _sum(word, _chain(one, *keys[one.name], attribute), y)
+    attribute, first, second = pairs[index]
+    y = _chain(second, *keys[second.name], attribute) if hides_both else _lookup(second, attribute)
+    return _sum(word, _chain(first, *keys[first.name], attribute), y)
 
 
 def _sum(word: str, x: _Item, y: _Item) -> _Item:

@@ -28,16 +28,16 @@ def fictional_entities(
     None has a name of `real_names`. Codes and symbols are unique, which bounds both numbers by 676.
     """
     rng = random.Random(f"fiction/{seed}")
-    taken = set(real_names)
+    names = set(real_names)
     codes = [pair.upper() for pair in _letter_pairs(rng)]
     symbols = [pair.title() for pair in _letter_pairs(rng)]
     countries = [
-        _country(_new_name(rng, taken), _new_name(rng, taken), codes[i], rng)
+        _country(_new_name(rng, names), _new_name(rng, names), codes[i], rng)
         for i in range(num_countries)
     ]
     elements = [
         Entity(
-            _new_name(rng, taken),
+            _new_name(rng, names),
             "element",
             {
                 "symbol": symbols[i],
@@ -67,13 +67,13 @@ def _letter_pairs(rng: random.Random) -> list[str]:
     return pairs
 
 
-def _new_name(rng: random.Random, taken: set[str]) -> str:
+def _new_name(rng: random.Random, names: set[str]) -> str:
     """Return a new name of one word or, at times, two."""
     while True:
         words = [_word(rng) for _ in range(rng.choice((1, 1, 1, 1, 1, 2)))]
         name = " ".join(words)
-        if name not in taken:
-            taken.add(name)
+        if name not in names:
+            names.add(name)
             return name
 
 

@@ -76,32 +76,32 @@ def load_source(
     `keeps_columns`: for a reward function (`Layout.keeps_columns`).
     Raises UserError, which names the file, the row, the key and what it may be.
     """
-    stem, read = _opened(str(path), split)
+    stem, reader = _opened(str(path), split)
     if preset == "auto":
-        preset = recognise([row for _, _, row in islice(read(_RECOGNISED_BY), _NUM_PEEKED)])
+        preset = recognise([row for _, _, row in islice(reader(_RECOGNISED_BY), _NUM_PEEKED)])
     layout = _with_options(PRESETS[preset], question_key, answer_key, scorer)
     if keeps_columns:
         layout = replace(layout, is_closed=False, keeps_columns=True)
     tasks: list[Task] = []
-    seen: dict[str, str] = {}
+    places: dict[str, str] = {}
     solutions: dict[str, str] = {}
     num_system = num_unanswered = 0
     unanswered = ""
     reads_all = layout.is_closed or keeps_columns
-    for number, where, row in read(None if reads_all else (*layout.columns, *PICTURES)):
+    for number, where, row in reader(None if reads_all else (*layout.columns, *PICTURES)):
         task = read_task(row, layout, where, default_id=f"{stem}-{number}")
-        if task.id in seen:
+        if task.id in places:
             raise UserError(
-                f"{where}: id {task.id!r} was already used by {seen[task.id]}; ids must be unique"
+                f"{where}: id {task.id!r} was already used by {places[task.id]}; ids must be unique"
             )
-        seen[task.id] = where
+        places[task.id] = where
         tasks.append(task)
         if len(solutions) < NUM_SOLUTIONS:
             solutions[task.id] = layout.solution_of(row)
         num_system += published.SYSTEM in layout.unpack(row)
         if not task.answers:
             num_unanswered += 1
-            unanswered = unanswered or _instead(row, layout, number)
+            unanswered = unanswered or _near_miss(row, layout, number)
     if not tasks:
         raise UserError(f"{path}: holds no tasks; at least one is needed")
     if 0 < num_unanswered < len(tasks):
@@ -111,12 +111,12 @@ def load_source(
     return TaskSource(str(path), preset, tuple(tasks), solutions, num_system, unanswered)
 
 
-def _instead(row: Row, layout: Layout, number: int) -> str:
+def _near_miss(row: Row, layout: Layout, number: int) -> str:
     """Name a row without an answer, and a column of it that may be one misspelt."""
-    wanted = [name.partition(".")[0] for name in layout.answers]
+    keys = [name.partition(".")[0] for name in layout.answers]
     columns = [name for name in row if name not in layout.columns]
-    like = [name for each in wanted for name in get_close_matches(each, columns, 1, 0.75)]
-    return f"the first is row {number}" + (f", which has {like[0][:40]!r}" if like else "")
+    typos = [name for key in keys for name in get_close_matches(key, columns, 1, 0.75)]
+    return f"the first is row {number}" + (f", which has {typos[0][:40]!r}" if typos else "")
 
 
 def load_configured(path: str, tasks: Tasks, keeps_columns: bool) -> TaskSource:

@@ -88,11 +88,11 @@ def _solutions(numbers: _Numbers) -> Iterator[str]:
     for left, right in _splits(numbers):
         right_values = _values(right)
         for x, x_text in _values(left).items():
-            wanted = [("+", TARGET - x), ("-", x - TARGET)]
+            targets = [("+", TARGET - x), ("-", x - TARGET)]
             if x != 0:
-                wanted += [("*", TARGET / x), ("/", x / TARGET)]
+                targets += [("*", TARGET / x), ("/", x / TARGET)]
             yield from (
-                f"({x_text} {sign} {right_values[y]})" for sign, y in wanted if y in right_values
+                f"({x_text} {sign} {right_values[y]})" for sign, y in targets if y in right_values
             )
 
 

@@ -61,20 +61,21 @@ def folder_rows(folder: Path, split: str, columns: Sequence[str] | None) -> Rows
     key = f"tasks.path={str(folder)!r}"
     datasets = _library(f"{key}: a folder", "(or name its files in tasks.mixture)")
     with foreign(f"{key}: holds no data set"), _plainly_named(folder) as place:
-        found = datasets.load_dataset_builder(str(place)).config.data_files
-        found = {
+        splits = datasets.load_dataset_builder(str(place)).config.data_files
+        # Back to the folder itself, where `place` is a copy of its names.
+        splits = {
             name: [folder / os.path.relpath(file, place) for file in files]
-            for name, files in (found or {}).items()
+            for name, files in (splits or {}).items()
         }
-    if split not in found:
+    if split not in splits:
         raise UserError(
             f"tasks.split={split!r}: {folder} has no such split; it has "
-            f"{', '.join(sorted(map(str, found))) or 'none'}"
+            f"{', '.join(sorted(map(str, splits))) or 'none'}"
         )
-    files = found[split]
+    files = splits[split]
     folders = sorted({str(file.parent) for file in files})
     if len(folders) > 1:
-        names = ", ".join(os.path.relpath(each, os.path.commonpath(folders)) for each in folders)
+        names = ", ".join(os.path.relpath(path, os.path.commonpath(folders)) for path in folders)
         raise UserError(
             f"{key}: split {split!r} lies in several folders, {names}; name one of them, or "
             "several in tasks.mixture"
@@ -96,13 +97,13 @@ def _plainly_named(folder: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="flowtrain-") as place:
         for file in filter(Path.is_file, folder.rglob("*")):
-            named = Path(place) / file.relative_to(folder)
-            named.parent.mkdir(parents=True, exist_ok=True)
-            named.write_bytes(file.read_bytes() if file.name == "README.md" else b"")
+            copy = Path(place) / file.relative_to(folder)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(file.read_bytes() if file.name == "README.md" else b"")
         yield Path(place)
 
 
-def _library(what: str, cure: str) -> Any:
-    with user_error(f"{what} needs pip install 'flowtrain[hub]' {cure}", ImportError):
+def _library(need: str, cure: str) -> Any:
+    with user_error(f"{need} needs pip install 'flowtrain[hub]' {cure}", ImportError):
         import datasets
     return datasets

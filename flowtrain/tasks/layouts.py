@@ -84,7 +84,7 @@ class Layout:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Top-level columns that are read."""
+        """Return the top-level columns that are read."""
         names = (self.question, *self.answers, *self.others.values(), *self.unpacks)
         return tuple(name.partition(".")[0] for name in names)
 
@@ -197,68 +197,69 @@ def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
 
     Raises UserError, which begins with `where` and names the column and what it may be.
     """
-    if more := [name for name in PICTURES if row.get(name)] or _parts(row):
+    if pictures := [name for name in PICTURES if row.get(name)] or _parts(row):
         raise UserError(
-            f"{where}: asks about more than text ({more[0]!r}), which no model here is trained on"
+            f"{where}: asks about more than text ({pictures[0]!r}), "
+            "which no model here is trained on"
         )
-    unknown = [key for key in row if key not in layout.columns]
-    if layout.is_closed and unknown:
+    unknown_keys = [key for key in row if key not in layout.columns]
+    if layout.is_closed and unknown_keys:
         raise UserError(
-            f"{where}: unknown key {unknown[0]!r}; allowed are {', '.join(layout.columns)}"
+            f"{where}: unknown key {unknown_keys[0]!r}; allowed are {', '.join(layout.columns)}"
         )
-    others = _others(row, layout) if layout.keeps_columns else ""
+    extra_json = _other_columns(row, layout) if layout.keeps_columns else ""
     row = layout.unpack(row)
     names = {"question": (layout.question,), "answer": layout.answers}
-    names |= {ours: (theirs,) for ours, theirs in layout.others.items()}
-    found: dict[str, Any] = {"id": default_id}
-    for ours, theirs in names.items():
-        values = [value for name in theirs if (value := _column(row, name)) is not _MISSING]
-        found |= {ours: values[0]} if values else {}
-    if isinstance(question := found.get("question"), str):
-        found["question"] = _INSTRUCTION.sub("", question)
-    shown = f"question: {layout.question}, answer: {' or '.join(layout.answers)}"
-    with user_error(f"{where} ({shown})", msgspec.ValidationError):
+    names |= {key: (columns,) for key, columns in layout.others.items()}
+    fields: dict[str, Any] = {"id": default_id}
+    for key, columns in names.items():
+        values = [value for name in columns if (value := _column(row, name)) is not _MISSING]
+        fields |= {key: values[0]} if values else {}
+    if isinstance(question := fields.get("question"), str):
+        fields["question"] = _INSTRUCTION.sub("", question)
+    label = f"question: {layout.question}, answer: {' or '.join(layout.answers)}"
+    with user_error(f"{where} ({label})", msgspec.ValidationError):
         if layout.keeps_columns:
-            read = msgspec.convert({"answer": None, **found}, _KeptColumns)
+            record = msgspec.convert({"answer": None, **fields}, _KeptColumns)
         else:
-            read = msgspec.convert(found, _Columns)
-    default = layout.scorer_of_choices if read.choices else layout.default_scorer
-    scorer = read.scorer or layout.scorer_by_kind.get(read.kind, default)
-    given = [] if read.answer is None else read.answer
-    given = given if isinstance(given, list) else [given]
-    if any(isinstance(each, float) and not math.isfinite(each) for each in given):
+            record = msgspec.convert(fields, _Columns)
+    default = layout.scorer_of_choices if record.choices else layout.default_scorer
+    scorer = record.scorer or layout.scorer_by_kind.get(record.kind, default)
+    raw_answers = [] if record.answer is None else record.answer
+    raw_answers = raw_answers if isinstance(raw_answers, list) else [raw_answers]
+    if any(isinstance(answer, float) and not math.isfinite(answer) for answer in raw_answers):
         column = next(name for name in layout.answers if _column(row, name) is not _MISSING)
-        raise UserError(f"{where}: the answer in {column!r} is no number: {given!r}")
-    answers = list(map(str, given))
+        raise UserError(f"{where}: the answer in {column!r} is no number: {raw_answers!r}")
+    answers = list(map(str, raw_answers))
     if layout.separator and scorer != "math":
         answers = [part for answer in answers for part in answer.split(layout.separator)]
     return Task(
-        str(read.id),
-        read.question,
+        str(record.id),
+        record.question,
         answers=tuple(answer for answer in answers if answer.strip()),
-        kind=read.kind,
-        num_turns=read.num_turns,
+        kind=record.kind,
+        num_turns=record.num_turns,
         scorer=scorer,
         rules=rules_of(scorer),
-        choices=_without_labels(read.choices),
-        sub_goals=read.sub_goals,
-        columns=others,
+        choices=_without_labels(record.choices),
+        sub_goals=record.sub_goals,
+        columns=extra_json,
     )
 
 
-def _others(row: Row, layout: Layout) -> str:
+def _other_columns(row: Row, layout: Layout) -> str:
     """Return the columns that are not read whole, as JSON; dates and the like become texts."""
-    known = (layout.question, *layout.answers, *layout.others.values())
-    others = {name: value for name, value in row.items() if name not in known}
-    return json.dumps(others, ensure_ascii=False, default=str) if others else ""
+    names = (layout.question, *layout.answers, *layout.others.values())
+    extras = {name: value for name, value in row.items() if name not in names}
+    return json.dumps(extras, ensure_ascii=False, default=str) if extras else ""
 
 
 def _parts(row: Row) -> list[str]:
     """Return the types of what messages hold besides text."""
     messages = [
-        each for name in ("prompt", "messages") for each in published.as_list(row.get(name))
+        message for name in ("prompt", "messages") for message in published.as_list(row.get(name))
     ]
-    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents for part in published.as_list(content)]
     kinds = [str(part.get("type")) for part in parts if isinstance(part, dict)]
     return [kind for kind in kinds if kind != "text"]
@@ -275,7 +276,7 @@ def _column(row: Any, name: str) -> Any:
 
 def _without_labels(choices: tuple[str, ...]) -> tuple[str, ...]:
     """Strip the options, and the letters of ["A. Rome", "B. Oslo"] and ["A)36", "B)15"]."""
-    labels = [match[1] if (match := _LABEL.match(each)) else "" for each in choices]
+    labels = [match[1] if (match := _LABEL.match(choice)) else "" for choice in choices]
     if labels == list(string.ascii_uppercase[: len(choices)]):
-        choices = tuple(_LABEL.sub("", each, count=1) for each in choices)
-    return tuple(each.strip() for each in choices)
+        choices = tuple(_LABEL.sub("", choice, count=1) for choice in choices)
+    return tuple(choice.strip() for choice in choices)

@@ -37,7 +37,7 @@ class MixedCursor:
         batch: list[Task] = []
         for name, share in shares(self._weights, n).items():
             cursor = self._cursors[name]
-            cursor.position = self.position // n * share
+            cursor.position = self.position // n * share  # as many as earlier batches took of it
             batch += cursor.take(share)
         random.Random(f"mixture/{self._seed}/{self.position}").shuffle(batch)
         self.position += n
@@ -50,13 +50,13 @@ def shares(weights: Mapping[str, float], n: int) -> dict[str, int]:
     Raises UserError when a source would get none.
     """
     exact = {name: n * weight / sum(weights.values()) for name, weight in weights.items()}
-    found = {name: int(share) for name, share in exact.items()}
-    by_remainder = sorted(exact, key=lambda name: found[name] - exact[name])
-    for name in by_remainder[: n - sum(found.values())]:
-        found[name] += 1
-    if none := [name for name, share in found.items() if share == 0]:
+    counts = {name: int(share) for name, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
+    for name in by_remainder[: n - sum(counts.values())]:
+        counts[name] += 1
+    if none := [name for name, share in counts.items() if share == 0]:
         raise UserError(
             f"tasks.mixture gives {none[0]!r} none of the {n} questions of a step; "
             f"raise its weight {weights[none[0]]} or rollout.num_questions"
         )
-    return found
+    return counts

@@ -38,12 +38,12 @@ def overlaps(
     held_words = [_words(task) for task in held_out]
     weights = _weights([*train_words, *held_words])
     index = _index(held_words, weights, threshold)
-    found = []
-    for task, own in zip(train, train_words, strict=True):
-        for number in sorted({number for word in own for number in index.get(word, ())}):
-            if _similarity(own, held_words[number], weights) >= threshold:
-                found.append((task, held_out[number]))
-    return found
+    pairs = []
+    for task, task_words in zip(train, train_words, strict=True):
+        for number in sorted({number for word in task_words for number in index.get(word, ())}):
+            if _similarity(task_words, held_words[number], weights) >= threshold:
+                pairs.append((task, held_out[number]))
+    return pairs
 
 
 def without_overlaps(train: Sequence[Task], held_out: Sequence[Task]) -> list[Task]:
@@ -55,17 +55,17 @@ def without_overlaps(train: Sequence[Task], held_out: Sequence[Task]) -> list[Ta
 def _words(task: Task) -> _Words:
     if task.scorer == "gameof24":
         return frozenset({("24 from " + " ".join(sorted(task.answers)), 1)})
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     numbered = set()
     for word in words(task.question):
-        seen[word] += 1
-        numbered.add((word, seen[word]))
+        counts[word] += 1
+        numbered.add((word, counts[word]))
     return frozenset(numbered)
 
 
 def _weights(texts: Sequence[_Words]) -> dict[tuple[str, int], float]:
     """Return the inverse document frequency of each word."""
-    counts = Counter(word for own in texts for word in own)
+    counts = Counter(word for text_words in texts for word in text_words)
     return {word: math.log1p(len(texts) / count) for word, count in counts.items()}
 
 
@@ -77,9 +77,9 @@ def _index(
     A text that has none of another's indexed words cannot reach the similarity `threshold`.
     """
     index = defaultdict(list)
-    for number, own in enumerate(texts):
-        spare = (1 - threshold) * sum(weights[word] for word in own)
-        for word in sorted(own, key=lambda word: (-weights[word], word)):
+    for number, text_words in enumerate(texts):
+        spare = (1 - threshold) * sum(weights[word] for word in text_words)
+        for word in sorted(text_words, key=lambda word: (-weights[word], word)):
             index[word].append(number)
             spare -= weights[word]
             if spare < 0:
@@ -88,7 +88,7 @@ def _index(
 
 
 def _similarity(one: _Words, other: _Words, weights: Mapping[tuple[str, int], float]) -> float:
-    shared, either = (sum(weights[word] for word in both) for both in (one & other, one | other))
+    shared, either = (sum(weights[word] for word in group) for group in (one & other, one | other))
     return shared / either
 
 

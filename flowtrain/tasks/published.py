@@ -52,14 +52,14 @@ def as_is(row: Row) -> Row:
 
 def gsm8k(row: Row) -> Row:
     """Find the number after the last "####" of the answer, without thousands commas."""
-    found = _HASHES.findall(_text(row.get("answer")))
-    return {**row, HASHES: _THOUSANDS.sub("", found[-1].strip())} if found else row
+    numbers = _HASHES.findall(_text(row.get("answer")))
+    return {**row, HASHES: _THOUSANDS.sub("", numbers[-1].strip())} if numbers else row
 
 
 def math(row: Row) -> Row:
     """Find the last box of the solution, and the subject, which has two names."""
-    made = {BOX: boxed(_text(row.get("solution"))), SUBJECT: row.get("type", row.get("subject"))}
-    return row | {name: value for name, value in made.items() if value}
+    columns = {BOX: boxed(_text(row.get("solution"))), SUBJECT: row.get("type", row.get("subject"))}
+    return row | {name: value for name, value in columns.items() if value}
 
 
 def verl(row: Row) -> Row:
@@ -72,8 +72,8 @@ def verl(row: Row) -> Row:
     truth = model.get("ground_truth") if isinstance(model, dict) else None
     if isinstance(truth, dict) and without_nulls(truth).keys() == {"target"}:
         truth = truth["target"]
-    made = {} if truth is None else {TRUTH: truth}
-    return row | made | _question(messages) | _system(messages)
+    columns = {} if truth is None else {TRUTH: truth}
+    return row | columns | _question(messages) | _system(messages)
 
 
 def chat(row: Row) -> Row:
@@ -87,8 +87,8 @@ def chat(row: Row) -> Row:
     if not replies:
         return row | _question(messages) | _system(messages)
     place, reply = replies[-1]
-    made = {REPLY: reply, REPLY_ANSWER: _answer_of(reply)}
-    return row | made | _question(messages[:place]) | _system(messages)
+    columns = {REPLY: reply, REPLY_ANSWER: _answer_of(reply)}
+    return row | columns | _question(messages[:place]) | _system(messages)
 
 
 def triviaqa(row: Row) -> Row:
@@ -96,9 +96,9 @@ def triviaqa(row: Row) -> Row:
     answer = row.get("answer")
     if not isinstance(answer, dict):
         return row
-    found = [answer.get("value"), *as_list(answer.get("aliases"))]
-    found += as_list(answer.get("normalized_aliases"))
-    texts = [text for text in found if isinstance(text, str) and text.strip()]
+    values = [answer.get("value"), *as_list(answer.get("aliases"))]
+    values += as_list(answer.get("normalized_aliases"))
+    texts = [text for text in values if isinstance(text, str) and text.strip()]
     return {**row, ALIASES: list(dict.fromkeys(texts))} if texts else row
 
 
@@ -137,8 +137,8 @@ def _answer_of(reply: str) -> str:
 
 def _question(messages: list[tuple[str, str | None]]) -> Row:
     """Return the last question; no earlier one takes the place of one without a text."""
-    asked = [text for role, text in messages if role == "user"]
-    return {QUESTION: asked[-1]} if asked and asked[-1] is not None else {}
+    questions = [text for role, text in messages if role == "user"]
+    return {QUESTION: questions[-1]} if questions and questions[-1] is not None else {}
 
 
 def _system(messages: list[tuple[str, str | None]]) -> Row:

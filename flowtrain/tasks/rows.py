@@ -142,7 +142,7 @@ def _as_written(value: Any, type_name: str) -> Any:
     """
     match value:
         case list():
-            return [_as_written(each, type_name) for each in value]
+            return [_as_written(item, type_name) for item in value]
         case float() if "float" in type_name or "half" in type_name:
             width = np.float16 if "half" in type_name else np.float32
             return float(str(width(value)))

@@ -45,7 +45,7 @@ class TaskSet:
         """Return the order of the training tasks."""
         if not self.mixture:
             return TaskCursor(self.train, seed, position)
-        tasks = {path: found for path, (_, found) in self.mixture.items()}
+        tasks = {path: group for path, (_, group) in self.mixture.items()}
         weights = {path: weight for path, (weight, _) in self.mixture.items()}
         return MixedCursor(tasks, weights, seed, position)
 
@@ -57,7 +57,7 @@ class TaskSet:
 
     @property
     def guesses(self) -> tuple[str, ...]:
-        """Values that passages state, for the base generator to draw from."""
+        """Return values that passages state, for the base generator to draw from."""
         return tuple(dict.fromkeys(filter(None, map(passage_value, self.passages))))
 
 
@@ -90,14 +90,14 @@ def task_set(config: cfg.Config, fictional: bool = False) -> TaskSet:
             held_out = {MAIN_SPLIT: tuple(gameof24_tasks(MAIN_SPLIT, seed=0)[:num_held_out])}
         case "verifiers":
             origin = f"tasks.verifiers={tasks.verifiers}"
-            found = verifiers_tasks(tasks.verifiers, tasks.num_train + num_held_out)
-            train, kept = _split(found, tasks.held_out_share, origin)
-            splits = {origin: _fingerprint_of(found, kept)}
-            train = _not_held_out(train, kept, origin)
-            held_out = {MAIN_SPLIT: tuple(kept[:num_held_out])}
+            pool = verifiers_tasks(tasks.verifiers, tasks.num_train + num_held_out)
+            train, held_tasks = _split(pool, tasks.held_out_share, origin)
+            splits = {origin: _fingerprint_of(pool, held_tasks)}
+            train = _not_held_out(train, held_tasks, origin)
+            held_out = {MAIN_SPLIT: tuple(held_tasks[:num_held_out])}
         case _:
             return _from_files(config, texts)
-    train = _new(train, _asked(config), config)
+    train = _screened(train, _benchmark_questions(config), config)
     return TaskSet(tuple(train), held_out, texts, splits=splits)
 
 
@@ -111,7 +111,7 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
     tasks = config.tasks
     if tasks.mixture:
         shares(tasks.mixture, config.rollout.num_questions)  # refuses a weight that is too small
-    asked = _asked(config)
+    benchmark_questions = _benchmark_questions(config)
     train: dict[str, list[Task]] = {}
     held_out: list[Task] = []
     paths: dict[str, str] = {}
@@ -128,53 +128,54 @@ def _from_files(config: cfg.Config, texts: tuple[str, ...]) -> TaskSet:
                     f"{task.id!r}; ids must be unique"
                 )
         origin = f"tasks.path={path!r}"
-        found, kept = _split(source.tasks, tasks.held_out_share, origin)
-        splits[origin] = _fingerprint_of(source.tasks, kept)
-        train[path] = _new(found, asked, config)
-        held_out += kept
+        questions, held_tasks = _split(source.tasks, tasks.held_out_share, origin)
+        splits[origin] = _fingerprint_of(source.tasks, held_tasks)
+        train[path] = _screened(questions, benchmark_questions, config)
+        held_out += held_tasks
+    # Only now, because a row of one file may repeat a held-out row of a later one.
     train = {
-        path: _not_held_out(found, held_out, f"tasks.path={path!r}")
-        for path, found in train.items()
+        path: _not_held_out(questions, held_out, f"tasks.path={path!r}")
+        for path, questions in train.items()
     }
     if tasks.mixture:
         random.Random(0).shuffle(held_out)
     mixture = {path: (weight, tuple(train[path])) for path, weight in tasks.mixture.items()}
-    joined = tuple(task for found in train.values() for task in found)
+    all_tasks = tuple(task for questions in train.values() for task in questions)
     kept_out = {MAIN_SPLIT: tuple(held_out[: config.eval.num_tasks])}
-    return TaskSet(joined, kept_out, texts, mixture, tuple(sources), splits)
+    return TaskSet(all_tasks, kept_out, texts, mixture, tuple(sources), splits)
 
 
-def _asked(config: cfg.Config) -> list[Task]:
+def _benchmark_questions(config: cfg.Config) -> list[Task]:
     """Load the benchmarks in `tasks.benchmarks` and the files in `eval.benchmarks`."""
     folder = config.tasks.benchmarks
-    asked = benchmark_tasks(folder) if folder else []
+    questions = benchmark_tasks(folder) if folder else []
     for benchmark in parse_benchmarks(config.eval.benchmarks):
-        asked += benchmark.load(folder) if benchmark.path else []
-    return asked
+        questions += benchmark.load(folder) if benchmark.path else []
+    return questions
 
 
-def _new(train: list[Task], asked: Sequence[Task], config: cfg.Config) -> list[Task]:
+def _screened(train: list[Task], questions: Sequence[Task], config: cfg.Config) -> list[Task]:
     """Drop tasks that nearly repeat one that a benchmark asks."""
-    left = without_overlaps(train, asked) if asked else train
-    if not left:
+    fresh_tasks = without_overlaps(train, questions) if questions else train
+    if not fresh_tasks:
         raise UserError(
             f"tasks.benchmarks={config.tasks.benchmarks!r} and eval.benchmarks="
             f"{list(config.eval.benchmarks)} have nearly all training questions, so that none is "
             "left to train on"
         )
-    return left
+    return fresh_tasks
 
 
 def _not_held_out(train: Sequence[Task], held_out: Sequence[Task], origin: str) -> list[Task]:
     """Drop training tasks that repeat a held-out one, up to case and spaces."""
-    kept = {_repeated(task) for task in held_out}
-    left = [task for task in train if _repeated(task) not in kept]
-    if not left:
+    held_keys = {_content_key(task) for task in held_out}
+    fresh_tasks = [task for task in train if _content_key(task) not in held_keys]
+    if not fresh_tasks:
         raise UserError(f"{origin}: the rows repeat each other, and all of them are held out")
-    return left
+    return fresh_tasks
 
 
-def _repeated(task: Task) -> tuple[object, ...]:
+def _content_key(task: Task) -> tuple[object, ...]:
     return " ".join(task.prompt.casefold().split()), task.answers, task.columns
 
 
@@ -191,9 +192,9 @@ def _split(
     return shuffled[num_held_out:], shuffled[:num_held_out]
 
 
-def _fingerprint_of(tasks: Sequence[Task], kept: Sequence[Task]) -> str:
+def _fingerprint_of(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
     # Not of ids and columns, which depend on the name of the file and on who reads them.
-    return _fingerprint([len(tasks), [[task.prompt, task.answers] for task in kept]])
+    return _fingerprint([len(tasks), [[task.prompt, task.answers] for task in held_out]])
 
 
 def _fingerprint(values: Sequence[object]) -> str:

@@ -18,6 +18,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flowtrain.records import SubGoal, Task, Turn, UserError
 from flowtrain.utils.seeds import derive_seed
@@ -32,18 +33,18 @@ def solved(task: Task, turns: Sequence[Turn], closing: str = "") -> list[SubGoal
 
     `closing`: what the generator wrote after the last turn (`Trajectory.output`), if it did.
     """
-    found = dict.fromkeys(sought(task), False)
+    findable = dict.fromkeys(sought(task), False)
     reached = []
     for turn in turns:
-        written = "" if turn.problem else spaced(turn.call.text)
-        reached += [goal for goal in found if found[goal] and _names(goal, written)]
-        for given, output in findings(turn):
-            asked, result = spaced(given), spaced(output)
-            for goal in found:
-                found[goal] |= _names(goal, result) and not _names(goal, asked)
-    written = spaced(closing)
-    reached += [goal for goal in found if found[goal] and _names(goal, written)]
-    return [goal for goal in found if goal in reached]
+        text = "" if turn.problem else spaced(turn.call.text)
+        reached += [goal for goal in findable if findable[goal] and _names(goal, text)]
+        for query, output in findings(turn):
+            query_words, result = spaced(query), spaced(output)
+            for goal in findable:
+                findable[goal] |= _names(goal, result) and not _names(goal, query_words)
+    text = spaced(closing)
+    reached += [goal for goal in findable if findable[goal] and _names(goal, text)]
+    return [goal for goal in findable if goal in reached]
 
 
 def solved_weight(task: Task, turns: Sequence[Turn], output: str = "") -> float:
@@ -103,12 +104,19 @@ class Hints:
         return next((goal.query for goal in sought(task) if goal.query and goal not in reached), "")
 
 
-def findings(turn: Turn) -> Iterator[tuple[str, str]]:
-    """Yield what each tool of a turn was given, and what it found."""
+class Finding(NamedTuple):
+    """A text that a tool was given, and what it found."""
+
+    query: str
+    output: str
+
+
+def findings(turn: Turn) -> Iterator[Finding]:
+    """Yield the findings of the tools of a turn."""
     planned = f"{turn.action.context} {turn.action.sub_goal} " if turn.action else ""
-    for used in turn.tool_calls:
-        if used.result.error is None and used.name != MEMORY:
-            yield planned + _unescaped(used.arguments), used.result.output
+    for call in turn.tool_calls:
+        if call.result.error is None and call.name != MEMORY:
+            yield Finding(planned + _unescaped(call.arguments), call.result.output)
 
 
 def _unescaped(arguments: str) -> str:

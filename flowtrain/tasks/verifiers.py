@@ -38,17 +38,17 @@ def load_environment(options: Mapping[str, Any]) -> Any:
     return environment
 
 
-def verifiers_tasks(options: Mapping[str, Any], most: int) -> list[Task]:
-    """Load the environment's tasks, in its order; of one without an end the first `most`."""
+def verifiers_tasks(options: Mapping[str, Any], limit: int) -> list[Task]:
+    """Load the environment's tasks, in its order; of one without an end the first `limit`."""
     environment = load_environment(options)
     taskset = environment.taskset
     name = environment.config.env_id
     with foreign(f"tasks.verifiers: the tasks of {name!r} cannot be loaded"):
-        items = list(taskset if taskset.bounded else islice(taskset, most))
-    own = [item.data.id or item.data.name or "" for item in items]
-    numbered = len(set(own)) < len(own)
+        items = list(taskset if taskset.bounded else islice(taskset, limit))
+    ids = [item.data.id or item.data.name or "" for item in items]
+    numbered = len(set(ids)) < len(ids)
     return [
-        _task(name, f"{number}" if numbered else own[number], item.data, options)
+        _task(name, f"{number}" if numbered else ids[number], item.data, options)
         for number, item in enumerate(items)
     ]
 

@@ -3,14 +3,7 @@
 A tool of another package imports the names below (docs/tools.md).
 """
 
-from flowtrain.tools.base import (
-    Parameter,
-    Tool,
-    ToolCard,
-    ToolError,
-    run_tool,
-    schema_of,
-)
+from flowtrain.tools.base import Parameter, Tool, ToolCard, ToolError, run_tool, schema_of
 from flowtrain.tools.blocking import BlockingPool
 from flowtrain.tools.registry import ToolContext
 

@@ -86,31 +86,31 @@ class ToolCard:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """The arguments of `schema` for prompts that list them, required ones first."""
+        """List the arguments of `schema` for prompts, required ones first."""
         required = self.schema.get("required", ())
-        found = []
-        for name, of in self.schema.get("properties", {}).items():
-            about = of if isinstance(of, dict) else {}
-            kind = about.get("type")
-            meaning = one_line(str(about.get("description") or about.get("title") or name))
+        parameters = []
+        for name, schema in self.schema.get("properties", {}).items():
+            details = schema if isinstance(schema, dict) else {}
+            kind = details.get("type")
+            meaning = one_line(str(details.get("description") or details.get("title") or name))
             kind = _KINDS.get(kind, object) if isinstance(kind, str) else object
-            found.append(Parameter(name, meaning, kind, name in required))
-        return tuple(sorted(found, key=lambda parameter: not parameter.is_required))
+            parameters.append(Parameter(name, meaning, kind, name in required))
+        return tuple(sorted(parameters, key=lambda parameter: not parameter.is_required))
 
     def check(self, arguments: Mapping[str, object]) -> str:
         """Return the reason why the arguments of a call do not fit, or ""."""
-        other = object if self.schema.get("additionalProperties", True) else None
+        extra = object if self.schema.get("additionalProperties", True) else None
         kinds = {parameter.name: parameter.kind for parameter in self.parameters}
         required = {parameter.name for parameter in self.parameters if parameter.is_required}
         fits = all(
-            kinds.get(name, other) in (type(value), object)
+            kinds.get(name, extra) in (type(value), object)
             or (kinds.get(name) is float and type(value) is int)
             for name, value in arguments.items()
         )
         if fits and required <= arguments.keys():
             return ""
-        given = ", ".join(f"{name}: {type(value).__name__}" for name, value in arguments.items())
-        return f"{self.name} takes ({self._takes()}); got ({given})"
+        types = ", ".join(f"{name}: {type(value).__name__}" for name, value in arguments.items())
+        return f"{self.name} takes ({self._takes()}); got ({types})"
 
     def _takes(self) -> str:
         return ", ".join(
@@ -174,8 +174,8 @@ def shorten(text: str, max_chars: int) -> str:
 
 async def _call_within(tool: Tool, arguments: Mapping[str, object], timeout_s: float) -> ToolResult:
     """Return the tool's result, or the error that its time is up."""
-    if wrong := tool.card.check(arguments):
-        return ToolResult(error=wrong)
+    if problem := tool.card.check(arguments):
+        return ToolResult(error=problem)
     # In a task of its own: `asyncio.timeout` would wait for ever for a tool that swallows its
     # cancellation.
     task = asyncio.ensure_future(_call(tool, arguments))

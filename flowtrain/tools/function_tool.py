@@ -57,27 +57,27 @@ def card_of(function: Callable[..., Any], origin: str) -> ToolCard:
     """Make the card of a function."""
     from transformers.utils import get_json_schema  # which loads torch
 
-    about = inspect.getdoc(function) or ""
-    description = " ".join(about.split("\n\n")[0].split())
+    docstring = inspect.getdoc(function) or ""
+    description = " ".join(docstring.split("\n\n")[0].split())
     signature = inspect.signature(function)
-    for given in signature.parameters.values():
-        if given.kind not in (given.POSITIONAL_OR_KEYWORD, given.KEYWORD_ONLY):
-            raise UserError(f"{origin} takes {given}; a model gives arguments by name alone")
+    for parameter in signature.parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise UserError(f"{origin} takes {parameter}; a model gives arguments by name alone")
     with foreign(f"{origin} is no tool"):
         schema = get_json_schema(function)["function"]["parameters"]
-    examples = tuple(_examples(about, function.__name__, signature, origin))
+    examples = tuple(_examples(docstring, function.__name__, signature, origin))
     schema["additionalProperties"] = False
     card = ToolCard(function.__name__, description, schema, examples=examples)
-    if wrong := next(filter(None, map(card.check, examples)), ""):
-        raise UserError(f"{origin}: its example does not fit: {wrong}")
+    if problem := next(filter(None, map(card.check, examples)), ""):
+        raise UserError(f"{origin}: its example does not fit: {problem}")
     return card
 
 
 def _examples(
-    about: str, name: str, signature: inspect.Signature, origin: str
+    docstring: str, name: str, signature: inspect.Signature, origin: str
 ) -> Iterator[dict[str, object]]:
     """Read the calls of a docstring, each after ">>> "."""
-    for line in about.splitlines():
+    for line in docstring.splitlines():
         code = line.strip().removeprefix(">>> ")
         if not line.strip().startswith(f">>> {name}("):
             continue
@@ -85,8 +85,8 @@ def _examples(
             call = ast.parse(code, mode="eval").body
             if not isinstance(call, ast.Call):
                 raise ValueError("it computes something")
-            values = [ast.literal_eval(each) for each in call.args]
-            by_name: Any = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
-            yield dict(signature.bind(*values, **by_name).arguments)
+            values = [ast.literal_eval(node) for node in call.args]
+            keywords: Any = {node.arg: ast.literal_eval(node.value) for node in call.keywords}
+            yield dict(signature.bind(*values, **keywords).arguments)
         except (SyntaxError, ValueError, TypeError) as error:
             raise UserError(f"{origin}: its example {code!r} is no call of it: {error}") from None

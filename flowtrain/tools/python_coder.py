@@ -57,10 +57,10 @@ class PythonCoder:
         code = strip_fence(query)
         if not code.strip():
             raise ToolError("no code given")
-        ran = await self.sandbox.run(code)
-        output = ran.output.rstrip()
-        error = _NOTHING if ran.error is None and not output else ran.error
-        return ToolResult(output, error, wall_s=ran.wall_s, cpu_s=ran.cpu_s)
+        result = await self.sandbox.run(code)
+        output = result.output.rstrip()
+        error = _NOTHING if result.error is None and not output else result.error
+        return ToolResult(output, error, wall_s=result.wall_s, cpu_s=result.cpu_s)
 
     def close(self) -> None:
         """End the processes of the sandbox."""

@@ -80,36 +80,38 @@ def make_tools(
         context = replace(context, passages=tasks.passages, guesses=tasks.guesses)
     names = config.agent.tools
     offered = plugins.offered("tool", GROUP, BUILT_IN)
-    of_files = {name: name.rpartition(":")[2] for name in names if plugins.names_object(name)}
-    of_servers = [name for name in names if name.partition(".")[0] in config.mcp and "." in name]
-    there = {*offered, *of_files, *of_servers}
-    if unknown := [name for name in names if name not in there]:
-        known = [*offered, *(f"{server}.*" for server in config.mcp)]
+    file_tools = {name: name.rpartition(":")[2] for name in names if plugins.names_object(name)}
+    server_tools = [name for name in names if name.partition(".")[0] in config.mcp and "." in name]
+    available = {*offered, *file_tools, *server_tools}
+    if unknown := [name for name in names if name not in available]:
+        choices = [*offered, *(f"{server}.*" for server in config.mcp)]
         raise UserError(
-            f"agent.tools: no tool {unknown[0]!r}; there are {', '.join(known)}, and {OBJECT} "
+            f"agent.tools: no tool {unknown[0]!r}; there are {', '.join(choices)}, and {OBJECT} "
             "names one of your own"
         )
     with ExitStack() as cleanup:
         tools: dict[str, Tool] = {}
         servers: dict[str, Server] = {}
         for name in names:
-            own = (chats or {}).get(TOOL.format(of_files.get(name, name)), chat)
-            if name in of_files:
-                made = {of_files[name]: _load(name, of_files[name], replace(context, chat=own))}
-            elif name in of_servers:
+            engine = (chats or {}).get(TOOL.format(file_tools.get(name, name)), chat)
+            if name in file_tools:
+                batch = {
+                    file_tools[name]: _load(name, file_tools[name], replace(context, chat=engine))
+                }
+            elif name in server_tools:
                 server = name.partition(".")[0]
                 if server not in servers:
                     servers[server] = _server(server, config)
                     cleanup.callback(servers[server].close)
-                made = servers[server].tools(name)
+                batch = servers[server].tools(name)
             else:
-                made = {name: _make(name, offered[name], replace(context, chat=own))}
-            for tool in made.values():
+                batch = {name: _make(name, offered[name], replace(context, chat=engine))}
+            for tool in batch.values():
                 cleanup.callback(tool.close)
-            if twice := tools.keys() & made.keys():
-                raise UserError(f"agent.tools: {min(twice)!r} is listed twice, also by {name!r}")
-            tools |= made
-        cleanup.pop_all()
+            if repeats := tools.keys() & batch.keys():
+                raise UserError(f"agent.tools: {min(repeats)!r} is listed twice, also by {name!r}")
+            tools |= batch
+        cleanup.pop_all()  # all are made, and are the caller's to close
     return tools
 
 
@@ -125,12 +127,12 @@ def _server(name: str, config: Config) -> Server:
 def _load(name: str, attribute: str, context: ToolContext) -> Tool:
     """Make the tool that FILE.py:NAME names: a function, or a class as entry points name them."""
     origin = f"agent.tools={name!r}"
-    found = plugins.load_object(name, origin)[1]
-    if inspect.isfunction(found):
-        return FunctionTool(found, origin)
-    if not isinstance(found, type):
-        raise UserError(f"{origin} is a {type(found).__name__}, not a function or a class")
-    return _checked(found, attribute, context, origin, foreign(f"{origin} cannot be made"))
+    factory = plugins.load_object(name, origin)[1]
+    if inspect.isfunction(factory):
+        return FunctionTool(factory, origin)
+    if not isinstance(factory, type):
+        raise UserError(f"{origin} is a {type(factory).__name__}, not a function or a class")
+    return _checked(factory, attribute, context, origin, foreign(f"{origin} cannot be made"))
 
 
 def _make(name: str, entry: EntryPoint, context: ToolContext) -> Tool:

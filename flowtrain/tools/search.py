@@ -67,11 +67,11 @@ class CorpusSearch(Tool):
 
     async def execute(self, query: str) -> str:
         """Return the best passages, best first; raises ToolError where there is none."""
-        found = await self._corpus.search(check_query(query), self._top_k, self._deadline_s)
-        if not found:
+        passages = await self._corpus.search(check_query(query), self._top_k, self._deadline_s)
+        if not passages:
             raise ToolError(f"no passage matches {query[:80]!r}")
-        titled = [f"{each.title}: {each.text}" if each.title else each.text for each in found]
-        lines = [" ".join(text.split()) for text in titled]
+        texts = [f"{hit.title}: {hit.text}" if hit.title else hit.text for hit in passages]
+        lines = [" ".join(text.split()) for text in texts]
         return fit(lines, self._max_chars).replace("\n\n", "\n")
 
 

@@ -94,10 +94,10 @@ def _with_sources(reply: str, hits: Sequence[Passage], max_chars: int) -> str:
         for number, hit in enumerate(hits, 1)
     }
     marks = dict.fromkeys(re.findall(r"\[\d+\]", reply))
-    named = [sources[mark] for mark in marks if mark in sources]
-    listed = fit(named or list(sources.values()), max_chars // 2)
-    separator = "\n\nSources:\n\n" if listed else ""
-    return cut(reply, max_chars - len(listed) - len(separator)) + separator + listed
+    cited = [sources[mark] for mark in marks if mark in sources]
+    footer = fit(cited or list(sources.values()), max_chars // 2)
+    separator = "\n\nSources:\n\n" if footer else ""
+    return cut(reply, max_chars - len(footer) - len(separator)) + separator + footer
 
 
 def make(context: ToolContext) -> WebSearch:

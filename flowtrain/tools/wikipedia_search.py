@@ -67,23 +67,23 @@ class WikipediaSearch(Tool):
         pages = await self.source(query, self.deadline_s)
         if not pages:
             raise ToolError(f"no page was found for {query[:80]!r}; ask in other words")
-        chosen = await self._choose(query, pages, end - time.monotonic())
-        others = [_title(page) for index, page in enumerate(pages) if index not in chosen]
-        footer = cut(f"Other pages: {'; '.join(others)}", self.max_chars // 4) if others else ""
+        relevant = await self._choose(query, pages, end - time.monotonic())
+        titles = [_title(page) for index, page in enumerate(pages) if index not in relevant]
+        footer = cut(f"Other pages: {'; '.join(titles)}", self.max_chars // 4) if titles else ""
         texts = [
             f"{_title(page)}\n{page.url}\n{cut(page.text, PASSAGE_CHARS)}".rstrip()
-            for page in map(pages.__getitem__, chosen)
+            for page in map(pages.__getitem__, relevant)
         ]
         return "\n\n".join(filter(None, (fit(texts, self.max_chars - len(footer) - 2), footer)))
 
     async def _choose(self, query: str, pages: Sequence[Passage], deadline_s: float) -> list[int]:
         """Return the indices of the relevant pages: the model's choice, else the first."""
-        named: list[int] = []
+        choice: list[int] = []
         if self.chat is not None and len(pages) > MAX_RELEVANT:
             with contextlib.suppress(EngineError):
                 reply = await self.chat.ask(_choice_prompt(query, pages), deadline_s=deadline_s)
-                named = parse_choice(reply, len(pages))
-        return named or list(range(min(MAX_RELEVANT, len(pages))))
+                choice = parse_choice(reply, len(pages))
+        return choice or list(range(min(MAX_RELEVANT, len(pages))))
 
 
 _DENIAL = re.compile(r"\b(?:none|neither|not?)\b", re.IGNORECASE)
@@ -98,8 +98,8 @@ def parse_choice(reply: str, num_pages: int) -> list[int]:
         if _DENIAL.search(line):
             continue
         numbers = [int(digits) - 1 for digits in re.findall(r"\d{1,3}", line)]
-        if named := list(dict.fromkeys(n for n in numbers if 0 <= n < num_pages)):
-            return named[:MAX_RELEVANT]
+        if indices := list(dict.fromkeys(n for n in numbers if 0 <= n < num_pages)):
+            return indices[:MAX_RELEVANT]
     return []
 
 
@@ -109,7 +109,7 @@ def _title(page: Passage) -> str:
 
 
 def _choice_prompt(query: str, pages: Sequence[Passage]) -> str:
-    listed = "\n".join(
+    page_list = "\n".join(
         f"{number}. {_title(page)}: {cut(page.text, ABSTRACT_CHARS)}"
         for number, page in enumerate(pages, start=1)
     )
@@ -118,7 +118,7 @@ def _choice_prompt(query: str, pages: Sequence[Passage]) -> str:
 
 Query: {query}
 
-{listed}
+{page_list}
 
 Answer with nothing but the numbers of the pages, the best first, separated by commas."""
 
@@ -170,15 +170,15 @@ def _wiki_pages(answer: Any) -> list[Passage]:
         case {"error": {"info": str(info)}}:
             raise ToolError(f"the wiki refused: {info[:200]}")
         case {"query": {"pages": list(pages)}}:
-            found = [p for p in pages if isinstance(p, dict) and isinstance(p.get("title"), str)]
+            hits = [p for p in pages if isinstance(p, dict) and isinstance(p.get("title"), str)]
         case {"batchcomplete": _}:
             return []
         case _:
             raise ToolError(f"the wiki answered in another form: {str(answer)[:200]}")
-    found.sort(key=lambda page: rank if isinstance(rank := page.get("index"), int) else math.inf)
+    hits.sort(key=lambda page: rank if isinstance(rank := page.get("index"), int) else math.inf)
     return [
         Passage(_text(page.get("extract")), _text(page["title"]), _text(page.get("fullurl")))
-        for page in found
+        for page in hits
     ]
 
 

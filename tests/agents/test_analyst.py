@@ -38,7 +38,7 @@ def test_a_later_group_asks_the_newer_weights_and_the_former_ones_leave_nothing(
             said += [await analyst.analyse(task) for _ in range(4)]
             del task
             gc.collect()
-            assert not analyst._asked
+            assert not analyst._requests
         return said
 
     assert asyncio.run(run()) == ["first"] * 4 + ["second"] * 4

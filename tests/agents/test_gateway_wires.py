@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_gateway_fidelity import Program
 
-from flowtrain.agents.gateway.plain import AskedCall, Reply
+from flowtrain.agents.gateway.plain import Reply, ReplyCall
 from flowtrain.agents.gateway.wires import messages as anthropics
 from flowtrain.agents.gateway.wires import responses as openais
 
@@ -190,7 +190,7 @@ def test_any_reply_comes_back_as_it_was(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_json_to_python_alone_becomes_text(stream: bool) -> None:
-    reply = Reply("1", "", (AskedCall("a", "f", '{"x": [NaN, -Infinity, 1]}'),), "tool_calls", 1, 1)
+    reply = Reply("1", "", (ReplyCall("a", "f", '{"x": [NaN, -Infinity, 1]}'),), "tool_calls", 1, 1)
     asked = anthropics.read(_body(messages=HI, stream=stream))
     written = anthropics.write(asked, reply).decode()
     assert "NaN" in written and re.search(r"[^\w\"]NaN", written) is None

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowtrain.agents.agentflow.lenient import canonical, find_answer, tool_of
 from flowtrain.agents.agentflow.planner import NO_TOOL, parse_action, read_action
-from flowtrain.agents.agentflow.verdicts import read_verdict
+from flowtrain.agents.agentflow.replies import canonical, find_answer, read_verdict, tool_of
 from flowtrain.records import Action
 
 TOOLS = ("Search", "Python_Coder", "Base_Generator", "Web_Search")

@@ -10,11 +10,11 @@ from char_tokenizer import CharTokenizer, says
 from toy_options import toy
 
 from flowtrain.agents.agentflow.build import make_flow, make_planner, make_policy
-from flowtrain.agents.agentflow.expert import next_step, plan_script, with_script
 from flowtrain.agents.agentflow.generator import Answer, Generator, last_expression
 from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
 from flowtrain.agents.agentflow.planner import ModelPlanner, parse_action
 from flowtrain.agents.agentflow.prompts import CompactPrompt, FullPrompt
+from flowtrain.agents.agentflow.scripts import next_step, plan_script, with_script
 from flowtrain.agents.agentflow.verifier import RuleVerifier, facts_enough, gameof24_enough
 from flowtrain.agents.policy import Moment, Policy
 from flowtrain.records import FinishReason, PlanStep, Task, UserError, Verdict

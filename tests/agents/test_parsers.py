@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flowtrain.agents.agentflow.commands import read_command, write_command
 from flowtrain.agents.agentflow.planner import parse_action
-from flowtrain.agents.agentflow.verdicts import read_verdict
+from flowtrain.agents.agentflow.replies import read_verdict
 from flowtrain.tools import Parameter, ToolCard, schema_of
 from flowtrain.utils.text import final_answer
 

@@ -13,7 +13,7 @@ from make import Engine
 from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
 from flowtrain.agents.agentflow.prompts import CompactPrompt, FullPrompt
 from flowtrain.agents.agentflow.refiner import CompactRefinerPrompt, FullRefinerPrompt
-from flowtrain.agents.agentflow.verdicts import CompactVerdictPrompt, FullVerdictPrompt
+from flowtrain.agents.agentflow.verifier import CompactVerdictPrompt, FullVerdictPrompt
 from flowtrain.agents.chat.single_turn import QuestionPrompt
 from flowtrain.agents.policy import Moment, Policy, Prompt
 from flowtrain.config import Chat

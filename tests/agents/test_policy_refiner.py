@@ -12,11 +12,11 @@ from toy_options import toy
 
 from flowtrain.agents.agentflow.build import make_flow, make_policy, make_refiner
 from flowtrain.agents.agentflow.executor import Executor
-from flowtrain.agents.agentflow.expert import passage_script, with_script
 from flowtrain.agents.agentflow.flow import Flow, FlowLimits
 from flowtrain.agents.agentflow.generator import Generator
 from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
 from flowtrain.agents.agentflow.refiner import Evidence, FullRefinerPrompt, ModelRefiner, Refiner
+from flowtrain.agents.agentflow.scripts import passage_script, with_script
 from flowtrain.agents.agentflow.verifier import RuleVerifier
 from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.agents.policy import Moment

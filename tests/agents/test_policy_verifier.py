@@ -14,17 +14,17 @@ from toy_options import toy
 
 from flowtrain.agents.agentflow.build import make_flow, make_policy, make_verifier
 from flowtrain.agents.agentflow.executor import Executor
-from flowtrain.agents.agentflow.expert import steps_left, verdict_script, with_script
 from flowtrain.agents.agentflow.flow import Flow, FlowLimits
 from flowtrain.agents.agentflow.generator import Generator
-from flowtrain.agents.agentflow.lenient import cut_end_of_turn
 from flowtrain.agents.agentflow.memory import Memory, MemoryEntry
-from flowtrain.agents.agentflow.verdicts import (
+from flowtrain.agents.agentflow.replies import cut_end_of_turn, read_verdict
+from flowtrain.agents.agentflow.scripts import steps_left, verdict_script, with_script
+from flowtrain.agents.agentflow.verifier import (
     CompactVerdictPrompt,
     FullVerdictPrompt,
-    read_verdict,
+    ModelVerifier,
+    Verification,
 )
-from flowtrain.agents.agentflow.verifier import ModelVerifier, Verification
 from flowtrain.agents.policy import Moment, PromptTooLong
 from flowtrain.config import Config
 from flowtrain.inference.protocol import EngineError

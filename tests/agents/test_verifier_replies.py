@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowtrain.agents.agentflow.verdicts import read_verdict
+from flowtrain.agents.agentflow.replies import read_verdict
 from flowtrain.records import Verdict
 
 REPLIES = [

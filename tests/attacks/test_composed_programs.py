@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flowtrain.tools.sandbox import filters
-from flowtrain.tools.sandbox.host import ProcessSandbox, Ran
+from flowtrain.tools.sandbox.host import CodeResult, ProcessSandbox
 from tests.attacks import sandboxes
 from tests.attacks.composer import MARK, WON, compose
 from tests.attacks.sandboxes import KINDS, outcome, server_pid
@@ -75,7 +75,7 @@ def marked(request: pytest.FixtureRequest) -> Iterator[tuple[ProcessSandbox, str
 def broken_promises(box: ProcessSandbox, mark: str, code: str, places: list[str]) -> list[str]:
     """Run a program; return what the sandbox should have prevented."""
     server = server_pid(box)
-    ran: Ran = asyncio.run(box.run(code))
+    ran: CodeResult = asyncio.run(box.run(code))
     text = ran.output if ran.error is None else ran.error
     checks = {
         "something denied succeeded": WON not in text,

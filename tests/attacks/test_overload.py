@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from flowtrain.tools.sandbox import seccomp
-from flowtrain.tools.sandbox.host import ProcessSandbox, Ran
+from flowtrain.tools.sandbox.host import CodeResult, ProcessSandbox
 from tests.attacks.composer import PIECES
 from tests.attacks.conftest import MINUTES
 from tests.attacks.tally import Tally
@@ -37,11 +37,11 @@ def busy(num_loops: int) -> Iterator[None]:
             loop.wait()
 
 
-def verdicts(num_rounds: int) -> list[Ran]:
+def verdicts(num_rounds: int) -> list[CodeResult]:
     box = ProcessSandbox(seccomp.backend(), num_workers=4, timeout_s=TIMEOUT_S, memory_mb=128)
     box._workers.limits["wall_s"] = 60.0  # none of them sleeps for long
 
-    async def all_of_them() -> list[Ran]:
+    async def all_of_them() -> list[CodeResult]:
         return await asyncio.gather(*map(box.run, PROGRAMS * num_rounds))
 
     try:
@@ -50,7 +50,7 @@ def verdicts(num_rounds: int) -> list[Ran]:
         box.close()
 
 
-def is_cut(ran: Ran) -> bool:
+def is_cut(ran: CodeResult) -> bool:
     """Return whether a limit ended the run, before which it printed more or less."""
     return "limit of" in (ran.error or "")
 

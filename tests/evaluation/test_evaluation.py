@@ -15,8 +15,8 @@ from make import call
 from toy_options import toy
 
 from flowtrain.agents.agentflow.build import make_flow
-from flowtrain.agents.agentflow.expert import ScriptVoice, plan_script
 from flowtrain.agents.agentflow.planner import NO_TOOL
+from flowtrain.agents.agentflow.scripts import ScriptVoice, plan_script
 from flowtrain.agents.agentflow.voices import Voice
 from flowtrain.agents.policy import Moment, Policy, Prompt
 from flowtrain.config import Config

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from toy_options import toy
 
-from flowtrain.rft.experts import asked_policies
+from flowtrain.rft.demonstrators import asked_policies
 
 OWN = {"roles": {"verifier": "own"}}
 ENGINES = {"engines": {"gpt": {"model": "m"}}}

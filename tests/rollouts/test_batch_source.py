@@ -356,7 +356,9 @@ def test_one_that_waits_for_a_service_that_never_came_can_be_ended(place: Place)
 def test_a_batch_that_is_there_is_trained_before_a_run_ends(place: Place) -> None:
     batch_source = place.registered()
     place.fill(4)
-    batch_source.settle(batch_source._thread.submit(batch_source._full, 1), batch_source._missing)
+    batch_source.settle(
+        batch_source._thread.submit(batch_source._ask_until_full, 1), batch_source._missing_text
+    )
     place.interrupt.requested = True
     while (rollouts := batch_source.next_batch(1)) is None:
         pass  # asked for before it was there, if the machine is slow

@@ -20,7 +20,7 @@ import pytest
 from flowtrain.tools import ToolError
 from flowtrain.tools.sandbox import host, seccomp
 from flowtrain.tools.sandbox import server as fork_server
-from flowtrain.tools.sandbox.host import ProcessSandbox, Ran
+from flowtrain.tools.sandbox.host import CodeResult, ProcessSandbox
 from flowtrain.tools.sandbox.server import Backend
 from tests.attacks.sandboxes import children_of, outcome, server_pid
 
@@ -100,7 +100,7 @@ def test_the_process_of_a_run_is_under_all_locks() -> None:
 def test_a_run_that_hangs_does_not_stop_the_others() -> None:
     box = Sandbox(num_workers=2, timeout_s=TIMEOUT_S)
 
-    async def main() -> list[Ran]:
+    async def main() -> list[CodeResult]:
         codes = ["while True: pass", *(f"{i} * {i}" for i in range(19))]
         return await asyncio.gather(*map(box.run, codes))
 

@@ -12,7 +12,7 @@ from flowtrain.config import Config
 from flowtrain.records import Action
 from flowtrain.tools import ToolContext, python_coder, run_tool
 from flowtrain.tools.python_coder import PythonCoder
-from flowtrain.tools.sandbox.host import ProcessSandbox, Ran
+from flowtrain.tools.sandbox.host import CodeResult, ProcessSandbox
 from tests.attacks.sandboxes import KINDS, backend
 
 pytestmark = [
@@ -25,7 +25,7 @@ SLEEP = "import time\ntime.sleep(1000)"
 DOZE = "import time\nwhile True: time.sleep(0.001)"
 
 
-def run(box: ProcessSandbox, code: str) -> Ran:
+def run(box: ProcessSandbox, code: str) -> CodeResult:
     return asyncio.run(box.run(code))
 
 

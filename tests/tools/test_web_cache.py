@@ -95,7 +95,7 @@ def test_one_caller_s_cancellation_is_no_other_s_but_the_last_ends_the_request()
         return ended
 
     assert asyncio.run(main()) == ["ended", "ended"]
-    assert not cache._asked and not cache._waiting
+    assert not cache._pending and not cache._waiting
 
 
 def test_who_asks_as_the_last_one_leaves_gets_an_answer_of_his_own() -> None:
@@ -113,7 +113,7 @@ def test_who_asks_as_the_last_one_leaves_gets_an_answer_of_his_own() -> None:
         return await coming
 
     assert asyncio.run(main()) == "found"
-    assert not cache._asked and not cache._waiting
+    assert not cache._pending and not cache._waiting
 
 
 def test_the_least_recently_used_go_first() -> None:
@@ -125,7 +125,7 @@ def test_the_least_recently_used_go_first() -> None:
             await cache.get(key, ask)
 
     asyncio.run(main())
-    assert len(asked) == 4 and list(cache._kept) == ["a", "b"]
+    assert len(asked) == 4 and list(cache._entries) == ["a", "b"]
     asked, ask = asking("x" * (2 << 20))
     asyncio.run(cache.get("huge", ask))
-    assert not cache._kept and cache._room == 1 << 20
+    assert not cache._entries and cache._room == 1 << 20

@@ -35,7 +35,7 @@ class Analyst:
     """The toolset as prompts show it."""
     timeout_s: float
     _call: object = field(default=None, init=False)
-    _asked: MutableMapping[Task, asyncio.Task[str]] = field(
+    _requests: MutableMapping[Task, asyncio.Task[str]] = field(
         default_factory=WeakKeyDictionary, init=False
     )
 
@@ -43,16 +43,16 @@ class Analyst:
         """Return the analysis within `timeout_s`. Raises EngineError."""
         if self._call is not (call := current_call()):
             self._call = call
-            self._asked = WeakKeyDictionary()
-        if task not in self._asked:
-            self._asked[task] = asyncio.create_task(self._ask(task.prompt))
-        asked = self._asked[task]
+            self._requests = WeakKeyDictionary()
+        if task not in self._requests:
+            self._requests[task] = asyncio.create_task(self._ask(task.prompt))
+        request = self._requests[task]
         try:
             # Shielded, so that a rollout that is cut does not take the reply from the others.
-            return await asyncio.shield(asked)
+            return await asyncio.shield(request)
         except EngineError:
-            if self._asked.get(task) is asked:
-                del self._asked[task]
+            if self._requests.get(task) is request:
+                del self._requests[task]
             raise
 
     async def _ask(self, question: str) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from flowtrain import config as cfg
-from flowtrain.agents.agentflow import lenient
+from flowtrain.agents.agentflow import replies
 from flowtrain.agents.agentflow.analyst import Analyst
 from flowtrain.agents.agentflow.executor import Executor
 from flowtrain.agents.agentflow.flow import MODULE_TIMEOUT_S, Flow, FlowLimits
@@ -20,8 +20,13 @@ from flowtrain.agents.agentflow.refiner import (
     Refiner,
     RuleRefiner,
 )
-from flowtrain.agents.agentflow.verdicts import CompactVerdictPrompt, FullVerdictPrompt
-from flowtrain.agents.agentflow.verifier import ModelVerifier, RuleVerifier, Verifier
+from flowtrain.agents.agentflow.verifier import (
+    CompactVerdictPrompt,
+    FullVerdictPrompt,
+    ModelVerifier,
+    RuleVerifier,
+    Verifier,
+)
 from flowtrain.agents.agentflow.voices import ChatVoice, Voice
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.policy import Policy, check_own_template, check_prompt
@@ -84,7 +89,7 @@ def most_kept(config: cfg.Config) -> int:
 def make_planner(config: cfg.Config, voice: Voice, tools: Mapping[str, Tool]) -> ModelPlanner:
     is_full = _is_full(config, "planner", voice)
     prompt = FullPrompt(tools.values(), config.agent.prompt_order) if is_full else CompactPrompt()
-    spellings = lenient.spellings(tool.card for tool in tools.values())
+    spellings = replies.spellings(tool.card for tool in tools.values())
     return ModelPlanner(voice, prompt, tuple(tools), spellings)
 
 
@@ -113,9 +118,9 @@ def _is_full(config: cfg.Config, role: PolicyName, voice: Voice) -> bool:
 
 def make_agentflow(context: AgentContext) -> Flow:
     """Make AgentFlow's flow around the policies of the context."""
-    own, chats = context.policies, context.chats
+    policies, chats = context.policies, context.chats
     return make_flow(
-        context.config, own["planner"], context.tools, context.max_turns, chats, policies=own
+        context.config, policies["planner"], context.tools, context.max_turns, chats, policies
     )
 
 
@@ -172,9 +177,7 @@ def make_flow(
         verifier=verifier,
         generator=Generator(chats.get("generator")),
         limits=FlowLimits(
-            max_turns,
-            timeout_s=agent.rollout_timeout_s,
-            memory_tokens=agent.memory_tokens,
+            max_turns, timeout_s=agent.rollout_timeout_s, memory_tokens=agent.memory_tokens
         ),
         analyst=analyse,
         refiner=refine,

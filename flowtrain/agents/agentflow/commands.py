@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from flowtrain.agents.agentflow.lenient import canonical, cut_end_of_turn
+from flowtrain.agents.agentflow.replies import canonical, cut_end_of_turn
 from flowtrain.records import ToolCall
 from flowtrain.tools import ToolCard
 from flowtrain.utils.text import encodable
@@ -65,11 +65,11 @@ def write_command(arguments: Mapping[str, object]) -> str:
     return f"execution = tool.execute({', '.join(pairs)})"
 
 
-def command_of(used: ToolCall) -> str:
+def command_of(call: ToolCall) -> str:
     """Return the command of a call as the memory shows it."""
-    if (arguments := json_object(used.arguments)) is None:
+    if (arguments := json_object(call.arguments)) is None:
         return NO_COMMAND
-    return write_command(arguments) + (f"  # {used.note}" if used.note else "")
+    return write_command(arguments) + (f"  # {call.note}" if call.note else "")
 
 
 def read_command(reply: str, card: ToolCard) -> Command:
@@ -84,26 +84,26 @@ def read_command(reply: str, card: ToolCard) -> Command:
     """
     for piece in _pieces(cut_end_of_turn(reply[:_MAX_CHARS])):
         if isinstance(piece, list):
-            found = [each for value in piece if (each := _called(value, card)) is not None]
+            commands = [call for value in piece if (call := _json_call(value, card)) is not None]
             rules: tuple[str, ...] = ("json",)
         else:
-            found, rules = _commands(piece, card)
-        if found:
-            return Command(found[0], len(found), rules)
+            commands, rules = _commands(piece, card)
+        if commands:
+            return Command(commands[0], len(commands), rules)
     raise ValueError("no tool command")
 
 
-def fitted(given: Mapping[str, object], card: ToolCard) -> dict[str, object]:
+def fitted(arguments: Mapping[str, object], card: ToolCard) -> dict[str, object]:
     """Fit arguments to a tool that takes one: under another name, or as a list of that one text."""
     required = [parameter for parameter in card.parameters if parameter.is_required]
-    (only, *others) = required or card.parameters or (None,)
-    if only is None or others or len(given) != 1:
-        return dict(given)
-    ((name, value),) = given.items()
+    (only, *extras) = required or card.parameters or (None,)
+    if only is None or extras or len(arguments) != 1:
+        return dict(arguments)
+    ((name, value),) = arguments.items()
     if isinstance(value, list) and len(value) == 1 and only.kind is str:
         (value,) = value
     is_other = name != only.name and any(name == parameter.name for parameter in card.parameters)
-    return dict(given) if is_other or type(value) is not only.kind else {only.name: value}
+    return dict(arguments) if is_other or type(value) is not only.kind else {only.name: value}
 
 
 def _pieces(reply: str) -> Iterator[str | list[dict[str, Any]]]:
@@ -123,9 +123,9 @@ def _pieces(reply: str) -> Iterator[str | list[dict[str, Any]]]:
         yield tail.strip(" `\n")
 
 
-def _is_denied(before: str) -> bool:
+def _is_denied(prefix: str) -> bool:
     """Return whether the line before a command says what not to run."""
-    return bool(_DENIED.search(before.rstrip().rpartition("\n")[2]))
+    return bool(_DENIED.search(prefix.rstrip().rpartition("\n")[2]))
 
 
 def _fences(text: str) -> list[str]:
@@ -133,8 +133,8 @@ def _fences(text: str) -> list[str]:
     parts = text.split("```")
     return [
         re.sub(r"\A[ \t]*\w*[ \t]*\n", "", code)
-        for before, code in zip(parts[::2], parts[1::2], strict=False)
-        if not _is_denied(before)
+        for prefix, code in zip(parts[::2], parts[1::2], strict=False)
+        if not _is_denied(prefix)
     ]
 
 
@@ -161,13 +161,13 @@ def _no_number(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
 
 
-def _called(value: dict[str, Any], card: ToolCard) -> dict[str, object] | None:
+def _json_call(value: dict[str, Any], card: ToolCard) -> dict[str, object] | None:
     """Return the arguments of a call in JSON, or of an object that is the arguments."""
     if set(value) in ({"name", "arguments"}, {"name", "parameters"}):
-        given = value.get("arguments", value.get("parameters"))
-        given = json_object(given) if isinstance(given, str) else given
+        arguments = value.get("arguments", value.get("parameters"))
+        arguments = json_object(arguments) if isinstance(arguments, str) else arguments
         is_own = isinstance(value["name"], str) and _is_named(card)(value["name"])
-        return given if is_own and isinstance(given, dict) else None
+        return arguments if is_own and isinstance(arguments, dict) else None
     names = {parameter.name for parameter in card.parameters}
     required = {parameter.name for parameter in card.parameters if parameter.is_required}
     return value if value and required <= set(value) <= names else None
@@ -175,8 +175,8 @@ def _called(value: dict[str, Any], card: ToolCard) -> dict[str, object] | None:
 
 def _is_named(card: ToolCard) -> Callable[[str], bool]:
     """Return whether a name is one of the tool's, in any spelling."""
-    own = {canonical(name) for name in ("tool", card.name, f"{card.name}_Tool", *card.aliases)}
-    return lambda name: canonical(name) in own
+    names = {canonical(name) for name in ("tool", card.name, f"{card.name}_Tool", *card.aliases)}
+    return lambda name: canonical(name) in names
 
 
 def _commands(code: str, card: ToolCard) -> tuple[list[dict[str, object]], tuple[str, ...]]:
@@ -186,28 +186,28 @@ def _commands(code: str, card: ToolCard) -> tuple[list[dict[str, object]], tuple
         statements = _parse(code.strip())
     except _NOT_PYTHON:
         try:
-            statements = _parse(_mended(code.strip()))
+            statements = _parse(_requoted(code.strip()))
         except _NOT_PYTHON:
             return [], ()
         rules.append("quotes")
     names, is_tool = tuple(parameter.name for parameter in card.parameters), _is_named(card)
-    known: dict[str, object] = {}
-    found: list[dict[str, object]] = []
-    others: set[str] = set()  # names that the code has given to something else
+    values: dict[str, object] = {}
+    commands: list[dict[str, object]] = []
+    bound: set[str] = set()  # names that the code has given to something else
     for statement in statements:
         match statement:
             case (
                 ast.Assign(value=ast.Call(func=ast.Attribute(ast.Name(name), "execute")) as call)
                 | ast.Expr(value=ast.Call(func=ast.Attribute(ast.Name(name), "execute")) as call)
-            ) if is_tool(name) and name not in others:
+            ) if is_tool(name) and name not in bound:
                 try:
-                    found.append(_arguments(call, known, names))
+                    commands.append(_arguments(call, values, names))
                 except _NOT_PYTHON:
                     continue
                 is_exact = name == "tool" and not any(
                     isinstance(node, ast.BinOp | ast.JoinedStr) for node in ast.walk(statement)
                 )
-                rules += [] if is_exact or len(found) > 1 else ["values"]
+                rules += [] if is_exact or len(commands) > 1 else ["values"]
             case (
                 ast.Raise()
                 | ast.Assert()
@@ -216,9 +216,11 @@ def _commands(code: str, card: ToolCard) -> tuple[list[dict[str, object]], tuple
             ):
                 break
             case _:
-                others |= {name for name in _changed(statement) if not _is_made(statement, is_tool)}
-                _remember(statement, known)
-    return found, tuple(rules)
+                bound |= {
+                    name for name in _rebinds(statement) if not _makes_tool(statement, is_tool)
+                }
+                _remember(statement, values)
+    return commands, tuple(rules)
 
 
 def _parse(code: str) -> list[ast.stmt]:
@@ -227,13 +229,13 @@ def _parse(code: str) -> list[ast.stmt]:
         return ast.parse(code).body
 
 
-def _changed(statement: ast.stmt) -> set[str]:
+def _rebinds(statement: ast.stmt) -> set[str]:
     """Return the names that a statement may give a new meaning."""
     names = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
     return {node.id for node in names if not isinstance(node.ctx, ast.Load)}
 
 
-def _is_made(statement: ast.stmt, is_tool: Callable[[str], bool]) -> bool:
+def _makes_tool(statement: ast.stmt, is_tool: Callable[[str], bool]) -> bool:
     """Return whether a statement makes the tool: `tool = Wikipedia_Search_Tool()`."""
     match statement:
         case ast.Assign([ast.Name()], ast.Call(ast.Name(name), [], [])):
@@ -241,65 +243,65 @@ def _is_made(statement: ast.stmt, is_tool: Callable[[str], bool]) -> bool:
     return False
 
 
-def _remember(statement: ast.stmt, known: dict[str, object]) -> None:
+def _remember(statement: ast.stmt, values: dict[str, object]) -> None:
     """Keep what a statement sets to a known value; forget all else that it may change."""
-    new: dict[str, object] = {}
+    assignments: dict[str, object] = {}
     match statement:
         case ast.Assign([ast.Name(name)], value):
             with contextlib.suppress(*_NOT_PYTHON):
-                new[name] = _value(value, known)
+                assignments[name] = _value(value, values)
         case ast.Expr(ast.Call(ast.Name("exec" | "eval" | "setattr"))):
-            known.clear()
+            values.clear()
         case ast.Expr():
             pass
         case _:
-            known.clear()
+            values.clear()
     for node in ast.walk(statement):
         if isinstance(node, ast.Name) and not (
-            isinstance(node.ctx, ast.Load) and isinstance(known.get(node.id), str | int | float)
+            isinstance(node.ctx, ast.Load) and isinstance(values.get(node.id), str | int | float)
         ):
-            known.pop(node.id, None)
-    known |= new
+            values.pop(node.id, None)
+    values |= assignments
 
 
 def _arguments(
-    call: ast.Call, known: Mapping[str, object], names: tuple[str, ...]
+    call: ast.Call, values: Mapping[str, object], names: tuple[str, ...]
 ) -> dict[str, object]:
     """Return the arguments by name; raises what `_value` does, and ValueError for one without."""
     if len(call.args) > len(names):
         raise ValueError("arguments without a name")
-    found = {name: _value(value, known) for name, value in zip(names, call.args, strict=False)}
-    for given in call.keywords:
-        value = _value(given.value, known)
-        if given.arg in found:
+    arguments = {name: _value(value, values) for name, value in zip(names, call.args, strict=False)}
+    for argument in call.keywords:
+        value = _value(argument.value, values)
+        if argument.arg in arguments:
             raise ValueError("an argument that is given twice")
-        if given.arg is not None:
-            found[given.arg] = value
+        if argument.arg is not None:
+            arguments[argument.arg] = value
         elif isinstance(value, dict) and all(isinstance(name, str) for name in value):
-            found |= value
+            arguments |= value
         else:
             raise ValueError("arguments without a name")
-    return found
+    return arguments
 
 
-def _value(node: ast.expr, known: Mapping[str, object]) -> object:
+def _value(node: ast.expr, values: Mapping[str, object]) -> object:
     """Return the value of a literal, a known name, an f-string of such, or a sum of such texts;
     raises one of _NOT_PYTHON for any other.
     """
     match node:
-        case ast.Name(name) if name in known:
-            value = known[name]
+        case ast.Name(name) if name in values:
+            value = values[name]
         case ast.List(items):
-            value = [_value(item, known) for item in items]
+            value = [_value(item, values) for item in items]
         case ast.JoinedStr(parts):
-            value = "".join(str(_value(part, known)) for part in parts)
+            value = "".join(str(_value(part, values)) for part in parts)
         case ast.FormattedValue(inner, -1, None):
-            value = _value(inner, known)
+            value = _value(inner, values)
         case ast.BinOp(left, ast.Add(), right):
-            one, other = _value(left, known), _value(right, known)
-            if not isinstance(one, str) or not isinstance(other, str):
+            left_text, right_text = _value(left, values), _value(right, values)
+            if not isinstance(left_text, str) or not isinstance(right_text, str):
                 raise ValueError("no texts")
-            value = one + other
+            value = left_text + right_text
         case _:
             value = ast.literal_eval(node)
     if isinstance(value, str):
@@ -310,12 +312,12 @@ def _value(node: ast.expr, known: Mapping[str, object]) -> object:
     return value
 
 
-def _mended(code: str) -> str:
+def _requoted(code: str) -> str:
     r"""Write Python\_Coder without the backslash that Markdown wants, and the one text of a call as
     a proper literal, whatever quotes stand within it.
     """
-    code = _ESCAPED_NAME.sub(lambda found: found[0].replace("\\", ""), code)
-    found = _QUOTED.fullmatch(code)
-    if found is None or _EXPRESSION.search(found["text"]):
+    code = _ESCAPED_NAME.sub(lambda match: match[0].replace("\\", ""), code)
+    match = _QUOTED.fullmatch(code)
+    if match is None or _EXPRESSION.search(match["text"]):
         return code
-    return f"{found['call']}{found['text']!r})"
+    return f"{match['call']}{match['text']!r})"

@@ -30,8 +30,8 @@ def refinements(
             if turn.action is None or not reply or len(reply) >= max_chars:
                 continue
             memory = flow.shown_before(rollout, number)
-            found = turn.tool_calls[0].result.output
-            moment = Moment(rollout.task, memory, turn.action.sub_goal, found)
+            passages = turn.tool_calls[0].result.output
+            moment = Moment(rollout.task, memory, turn.action.sub_goal, passages)
             prompt_ids = encode_chat(tokenizer, FullRefinerPrompt().render(moment))
             ids = (*encode_plain(tokenizer, reply), reply_end(tokenizer))
             ones = (1.0,) * len(ids)

@@ -71,8 +71,8 @@ class Executor:
         left_s = deadline.left_s() if self.engine else deadline_s
         timeout_s = left_s if tool.card.keeps_time else min(self.timeout_s, left_s)
         result = await run_tool(tool, arguments, timeout_s, self.max_chars)
-        written = json.dumps(arguments, ensure_ascii=False)
-        return Executed(ToolCall(action.tool_name, written, result, note=note), rescued=rules)
+        text = json.dumps(arguments, ensure_ascii=False)
+        return Executed(ToolCall(action.tool_name, text, result, note=note), rescued=rules)
 
     async def _command(
         self, card: ToolCard, question: str, action: Action, seed: int, deadline: Deadline
@@ -91,21 +91,21 @@ class Executor:
         timeout_s = min(self.ask_timeout_s, deadline.left_s())
         try:
             reply = await self.engine.ask(prompt, seed=seed, deadline_s=timeout_s)
-            found = read_command(reply, card)
+            command = read_command(reply, card)
         except EngineError as error:
             problem = shorten(f"the executor failed: {error}", self.max_chars)
             raise NoCommand(problem) from None
         except ValueError:
             text = f"the executor wrote no command: {shorten(reply, self.max_chars)}"
             raise NoCommand(text) from None
-        arguments, rules = found.arguments, found.rules
+        arguments, rules = command.arguments, command.rules
         if card.check(arguments) and (fits := fitted(arguments, card)) != arguments:
             arguments, rules = fits, (*rules, "arguments")
         try:
             arguments = json.loads(json.dumps(arguments, allow_nan=False))
         except (TypeError, ValueError):
             raise NoCommand(f"its arguments are no JSON: {arguments!r}") from None
-        note = f"the first of {found.num_commands} commands" if found.num_commands > 1 else ""
+        note = f"the first of {command.num_commands} commands" if command.num_commands > 1 else ""
         return arguments, note, rules
 
 

@@ -72,7 +72,7 @@ class _Rollout:
     hint_turn: int | None = None
 
     def module_seed(self, role: str) -> int:
-        """The seed of a module in the present turn."""
+        """Return the seed of a module in the present turn."""
         return derive_seed(self.seed, len(self.turns), role)
 
 
@@ -143,13 +143,13 @@ class Flow:
         """It holds nothing: tools and engines are its maker's."""
 
     def shown_before(self, trajectory: Trajectory, turn: int) -> Memory:
-        """The memory that the modules read in that turn, without a hint."""
+        """Return the memory that the modules read in that turn, without a hint."""
         return self._budget().bounded(self._memory_before(trajectory, turn))
 
     def _memory_before(self, trajectory: Trajectory, turn: int) -> Memory:
         memory = Memory(analysis=trajectory.analysis)
-        for done in trajectory.turns[:turn]:
-            memory = memory.add(MemoryEntry.of(done))
+        for past_turn in trajectory.turns[:turn]:
+            memory = memory.add(MemoryEntry.of(past_turn))
         return memory
 
     def _budget(self) -> Budget:
@@ -159,6 +159,7 @@ class Flow:
         """Analyse, then take turns; return why they ended before STOP, or ""."""
         try:
             async with cutoff():
+                # A branch has its parent's analysis in its memory.
                 if self.analyst is not None and rollout.prefix is None:
                     with _role("analyst"):
                         analysis = await self.analyst.analyse(rollout.task)
@@ -196,7 +197,7 @@ class Flow:
             tool_calls=() if executed.tool_call is None else (executed.tool_call,),
             problem=executed.problem,
         )
-        turn = await self._refined(rollout, turn)
+        turn = await self._refine(rollout, turn)
         memory = rollout.memory.add(MemoryEntry.of(turn))
         shown = rollout.budget.bounded(memory)
         verified = await self.verifier.verify(
@@ -207,7 +208,7 @@ class Flow:
         )
         turn = replace(
             turn,
-            calls=_with(turn.calls, "verifier", verified.call),
+            calls=_with_call(turn.calls, "verifier", verified.call),
             verdict=verified.verdict,
             seconds=time.monotonic() - started,
             verdict_text=verified.text,
@@ -227,7 +228,7 @@ class Flow:
         seed = rollout.seed
         left_s = rollout.deadline.left_s()
         prefix = rollout.prefix
-        rollout.prefix = None
+        rollout.prefix = None  # only the first turn of a branch completes a response
         if prefix is not None:
             return await self.planner.resume(prefix, index, seed, left_s)
         return await self.planner.plan(rollout.task, rollout.shown, index, seed, left_s)
@@ -244,23 +245,23 @@ class Flow:
             rollout.memory = replace(rollout.memory, hint=hint)
             rollout.shown = rollout.budget.bounded(rollout.memory)
 
-    async def _refined(self, rollout: _Rollout, turn: Turn) -> Turn:
+    async def _refine(self, rollout: _Rollout, turn: Turn) -> Turn:
         """Let the refiner read what a search has found; without evidence the passages stay."""
         action = turn.action
         if self.refiner is None or action is None or action.tool_name not in self.passage_tools:
             return turn
-        (used,) = turn.tool_calls
-        if used.result.error is not None:
+        (search,) = turn.tool_calls
+        if search.result.error is not None:
             return turn
-        moment = Moment(rollout.task, rollout.shown, action.sub_goal, used.result.output)
+        moment = Moment(rollout.task, rollout.shown, action.sub_goal, search.result.output)
         text, call = await self.refiner.refine(
             moment, seed=rollout.module_seed("refiner"), deadline_s=self._module_s(rollout)
         )
         evidence = text if text.strip() else ""
-        return replace(turn, calls=_with(turn.calls, "refiner", call), evidence=evidence)
+        return replace(turn, calls=_with_call(turn.calls, "refiner", call), evidence=evidence)
 
 
-def _with(
+def _with_call(
     calls: Mapping[PolicyName, Call], name: PolicyName, call: Call | None
 ) -> Mapping[PolicyName, Call]:
     return calls if call is None else {**calls, name: call}

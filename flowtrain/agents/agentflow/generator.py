@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flowtrain.agents.agentflow.lenient import find_answer
 from flowtrain.agents.agentflow.memory import Memory
 from flowtrain.agents.agentflow.prompts import analysis_text, memory_json
+from flowtrain.agents.agentflow.replies import find_answer
 from flowtrain.inference.chat import ChatEngine
 from flowtrain.records import Task
 from flowtrain.tasks.corpus import passage_value
@@ -43,8 +43,8 @@ class Generator:
             question=task.prompt, analysis=analysis_text(memory), memory=memory_json(memory)
         )
         output = await self.engine.ask(prompt, seed=seed, deadline_s=deadline_s)
-        found, rules = find_answer(output)
-        return Answer(found, output, rules)
+        text, rules = find_answer(output)
+        return Answer(text, output, rules)
 
 
 def by_rule(task: Task, memory: Memory) -> str:

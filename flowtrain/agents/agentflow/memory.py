@@ -35,8 +35,8 @@ class MemoryEntry:
             tool_name, sub_goal = turn.action.tool_name, turn.action.sub_goal
         command, result = NO_COMMAND, ToolResult(error=turn.problem)
         if turn.tool_calls:
-            used = turn.tool_calls[0]
-            command, result = command_of(used), used.result
+            call = turn.tool_calls[0]
+            command, result = command_of(call), call.result
         text = turn.evidence or result.text
         return cls(tool_name, sub_goal, command, text, result.error is not None)
 
@@ -55,7 +55,9 @@ class Memory:
         return replace(self, entries=(*self.entries, entry))
 
     def as_dict(self) -> dict[str, dict[str, str]]:
-        """AgentFlow's form: {"Action Step 1": {"tool_name", "sub_goal", "command", "result"}}."""
+        """Return AgentFlow's form: {"Action Step 1": {"tool_name", "sub_goal", "command",
+        "result"}}.
+        """
         names = ("tool_name", "sub_goal", "command", "result")
         return {
             f"Action Step {number}": {name: getattr(entry, name) for name in names}
@@ -93,16 +95,19 @@ class Budget:
         """
         if not self._max_tokens or self._fits(memory):
             return memory
-        least = replace(memory, entries=tuple(_keeping(entry, _LEAST) for entry in memory.entries))
-        spare = self._max_tokens - self._measure(least)
+        floor = replace(
+            memory, entries=tuple(_shortened(entry, _LEAST) for entry in memory.entries)
+        )
+        spare = self._max_tokens - self._measure(floor)
         while True:
-            filled = replace(least, entries=self._filled(memory, least, spare))
+            filled = replace(floor, entries=self._filled(memory, floor, spare))
             excess = self._measure(filled) - self._max_tokens
-            if excess <= 0 or filled == least:
+            if excess <= 0 or filled == floor:
                 return filled
             spare -= excess  # results take some tokens more together than one by one
 
     def _fits(self, memory: Memory) -> bool:
+        # The memory only grows: once it did not fit it never does, and is not measured again.
         num_chars = sum(len(entry.result) for entry in memory.entries)
         self._is_spent = (
             self._is_spent
@@ -111,35 +116,36 @@ class Budget:
         )
         return not self._is_spent
 
-    def _filled(self, memory: Memory, least: Memory, spare: int) -> tuple[MemoryEntry, ...]:
+    def _filled(self, memory: Memory, floor: Memory, spare: int) -> tuple[MemoryEntry, ...]:
         """Give `spare` tokens back to the results, from the newest on, until one is not whole."""
-        entries = list(least.entries)
+        entries = list(floor.entries)
         for index in reversed(range(len(entries))):
-            whole = memory.entries[index]
-            base = self._cost(least.entries[index])
-            keep = min(len(whole.result), _MOST_PER_TOKEN * max(spare, 0))
-            while keep > _LEAST and entries[index] != whole:
-                grown = _keeping(whole, keep)
-                cost = (self._cost(whole) if grown == whole else self._alone(grown)) - base
+            entry = memory.entries[index]
+            base = self._cost(floor.entries[index])
+            keep = min(len(entry.result), _MOST_PER_TOKEN * max(spare, 0))
+            while keep > _LEAST and entries[index] != entry:
+                grown = _shortened(entry, keep)
+                cost = (self._cost(entry) if grown == entry else self._entry_tokens(grown)) - base
                 if cost <= spare:
                     entries[index] = grown
                     spare -= cost
                     break
+                # In proportion to what is too much, but less each time, so that this ends.
                 keep = min(keep * max(spare, 0) // cost, keep - keep // 64 - 1)
-            if entries[index] != whole:
+            if entries[index] != entry:
                 break
         return tuple(entries)
 
     def _cost(self, entry: MemoryEntry) -> int:
         if entry not in self._costs:
-            self._costs[entry] = self._alone(entry)
+            self._costs[entry] = self._entry_tokens(entry)
         return self._costs[entry]
 
-    def _alone(self, entry: MemoryEntry) -> int:
+    def _entry_tokens(self, entry: MemoryEntry) -> int:
         return self._measure(Memory((entry,)))
 
 
-def _keeping(entry: MemoryEntry, num_chars: int) -> MemoryEntry:
+def _shortened(entry: MemoryEntry, num_chars: int) -> MemoryEntry:
     if len(entry.result) <= _WHOLE:
         return entry
     return replace(entry, result=shorten(entry.result, num_chars))

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from flowtrain.agents.agentflow import lenient
+from flowtrain.agents.agentflow import replies
 from flowtrain.agents.agentflow.commands import json_object
 from flowtrain.agents.agentflow.memory import Memory
 from flowtrain.agents.agentflow.prompts import PlannerPrompt
@@ -111,24 +111,25 @@ def read_action(
     """Read the four fields as `parse_action` does, and where that fails by the lenient rules.
 
     Args:
-        spellings: tools by canonical spelling, aliases included (`lenient.spellings`).
+        spellings: tools by canonical spelling, aliases included (`replies.spellings`).
 
     Returns the action, and the names of the rules that it took.
     """
-    action, used = parse_action(text, tool_names), []
-    for rule, rewrite in lenient.PLAN_RULES.items():
+    action, rules = parse_action(text, tool_names), []
+    for rule, rewrite in replies.PLAN_RULES.items():
+        # An action with a known tool is not replaced by a JSON object within its text.
         if rule == "json" and _is_found(action):
             continue
         text = rewrite(text)
         rewritten = parse_action(text, tool_names)
         if rewritten is not None and rewritten != action:
             action = rewritten
-            used.append(rule)
+            rules.append(rule)
     if action is not None and not _is_found(action):
-        tool = lenient.tool_of(action.tool_name.removeprefix(NO_TOOL), spellings)
+        tool = replies.tool_of(action.tool_name.removeprefix(NO_TOOL), spellings)
         if tool:
-            action, used = replace(action, tool_name=tool), [*used, "tool_name"]
-    return action, tuple(used) if action is not None else ()
+            action, rules = replace(action, tool_name=tool), [*rules, "tool_name"]
+    return action, tuple(rules) if action is not None else ()
 
 
 def _is_found(action: Action | None) -> bool:
@@ -137,8 +138,8 @@ def _is_found(action: Action | None) -> bool:
 
 def match_tool(name: str, tool_names: Collection[str]) -> str:
     """Return the tool's own spelling; case, hyphens and runs of spaces do not matter."""
-    wanted = lenient.canonical(name)
-    return next((tool for tool in tool_names if lenient.canonical(tool) == wanted), NO_TOOL + name)
+    key = replies.canonical(name)
+    return next((tool for tool in tool_names if replies.canonical(tool) == key), NO_TOOL + name)
 
 
 def _json_fields(text: str) -> dict[str, str]:

@@ -45,12 +45,10 @@ class RuleRefiner:
 
 def best_passage(moment: Moment) -> str:
     """Return the passage that `RuleRefiner` picks."""
-    wanted = set(words(moment.sub_goal))
+    terms = set(words(moment.sub_goal))
     lines = [line for line in moment.passages.splitlines() if line.strip()]
     return max(
-        lines,
-        key=lambda line: len(wanted.intersection(words(line))),
-        default=moment.passages,
+        lines, key=lambda line: len(terms.intersection(words(line))), default=moment.passages
     )
 
 
@@ -83,10 +81,10 @@ class FullRefinerPrompt:
 
     def render(self, moment: Moment) -> str:
         entries = moment.memory.entries
-        known = "\n".join(f"- {entry.sub_goal}: {entry.result}" for entry in entries)
+        findings = "\n".join(f"- {entry.sub_goal}: {entry.result}" for entry in entries)
         return PROMPT.format(
             question=moment.task.prompt,
-            known=known or "- nothing yet",
+            known=findings or "- nothing yet",
             sub_goal=moment.sub_goal,
             passages=moment.passages,
         )
@@ -105,8 +103,8 @@ class ModelRefiner:
     """Characters of a reply that the memory keeps; all of it is trained."""
 
     async def refine(self, moment: Moment, seed: int, deadline_s: float) -> Evidence:
-        """Passages that do not fit into the model stay as they are, and so they do where a frozen
-        model fails. Raises EngineError of others.
+        """Return the reply as evidence; "" where the passages do not fit into the model, or a
+        frozen model fails. Raises EngineError of others.
         """
         is_frozen = self.voice.is_frozen
         try:

@@ -22,10 +22,9 @@ from typing import Any, ClassVar
 
 from flowtrain.agents.agentflow.build import make_planner, make_refiner, make_verifier
 from flowtrain.agents.agentflow.flow import Flow
-from flowtrain.agents.agentflow.lenient import cut_end_of_turn
 from flowtrain.agents.agentflow.planner import NO_TOOL, ModelPlanner, parse_action, read_action
 from flowtrain.agents.agentflow.refiner import ModelRefiner
-from flowtrain.agents.agentflow.verdicts import read_verdict
+from flowtrain.agents.agentflow.replies import cut_end_of_turn, read_verdict
 from flowtrain.agents.agentflow.verifier import ModelVerifier
 from flowtrain.agents.agentflow.voices import ChatVoice
 from flowtrain.agents.base import Agent
@@ -57,11 +56,11 @@ class TeacherVoice:
         call = await self.teacher.reply(self.prompt, moment, seed=seed, deadline_s=deadline_s)
         reply = cut_end_of_turn(call.text).strip()
         prompt_ids = self.policy.read(prompt, moment)
-        said, is_same = self.read(reply)
-        if said is None:
+        content, is_same = self.read(reply)
+        if content is None:
             return Call(prompt_ids, (), (), (), FinishReason.STOP, reply)
         keeps = is_same and prompt.prefix == self.prompt.prefix
-        text = reply if keeps else prompt.write(said)
+        text = reply if keeps else prompt.write(content)
         return self.policy.imitate(prompt_ids, text, prompt.is_message)
 
     def measure(self, text: str) -> int:
@@ -83,12 +82,12 @@ def taught(agent: Agent, teacher: ChatEngine, config: Config, tools: Mapping[str
         )
     voice = ChatVoice(teacher, config.rollout.request_timeout_s)
     role = config.train.policy
-    make, read = _ROLES[role]
+    make, reader = _ROLES[role]
     module = getattr(agent, role)
-    own = TeacherVoice(
-        voice, make(config, voice, tools).prompt, module.voice, partial(read, module)
+    teacher_voice = TeacherVoice(
+        voice, make(config, voice, tools).prompt, module.voice, partial(reader, module)
     )
-    return replace(agent, **{role: replace(module, voice=own)})
+    return replace(agent, **{role: replace(module, voice=teacher_voice)})
 
 
 def _read_plan(planner: ModelPlanner, reply: str) -> tuple[Action | None, bool]:

@@ -1,7 +1,7 @@
 """The voices of modules: a module is a prompt, a reader of replies, and a voice that replies.
 
 The voice is a policy (`Policy`), a frozen model behind a chat engine (`ChatVoice`), a script
-(expert.py) or a teacher (teacher.py). The last two write in the tokens of the policy that learns
+(scripts.py) or a teacher (teacher.py). The last two write in the tokens of the policy that learns
 from them.
 """
 

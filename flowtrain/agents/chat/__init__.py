@@ -44,14 +44,15 @@ class Chat:
     async def call(self, message: str, max_new_tokens: int | None = None) -> Call:
         """Say something as the user; return the call that replied, for `Session.use_tool`."""
         news = [*self._news, {"role": "user", "content": message}]
-        before = self._conversation
-        now = Conversation.start(self._template, news) if before is None else before.add(news)
+        past = self._conversation
+        chat = Conversation.start(self._template, news) if past is None else past.add(news)
         call = await self._session.sample(
-            now.prompt_ids, policy=self._policy, max_new_tokens=max_new_tokens
+            chat.prompt_ids, policy=self._policy, max_new_tokens=max_new_tokens
         )
         reply = {"role": "assistant", "content": self.text_of(call)}
         ended = call.finish_reason is FinishReason.STOP
-        self._news, self._conversation = [], now.add_response(call.response_ids, reply, ended)
+        # Only now, so that a call that fails leaves the chat as it was.
+        self._news, self._conversation = [], chat.add_response(call.response_ids, reply, ended)
         return call
 
     def text_of(self, call: Call) -> str:

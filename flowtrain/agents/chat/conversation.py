@@ -104,17 +104,17 @@ class ChatTemplate:
 
     @property
     def end_id(self) -> Any:
-        """The token that ends a reply: the template's, or else the tokenizer's."""
+        """Return the token that ends a reply: the template's, or else the tokenizer's."""
         return reply_end(self._tokenizer)
 
     @cached_property
     def opening(self) -> str:
-        """The text that opens a reply, e.g. "<|im_start|>assistant" and a newline."""
+        """Return the text that opens a reply, e.g. "<|im_start|>assistant" and a newline."""
         return self.render([_USER]).removeprefix(self.render([_USER], reply=False))
 
     @cached_property
     def takes_tools(self) -> bool:
-        """It describes tools to the model."""
+        """Tell whether it describes tools to the model."""
         function = {
             "name": f"{_MARK}tool",
             "description": "probe",
@@ -124,14 +124,14 @@ class ChatTemplate:
 
     @cached_property
     def takes_results(self) -> bool:
-        """It shows messages of the role "tool"."""
+        """Tell whether it shows messages of the role "tool"."""
         result = {"role": "tool", "name": "f", "content": f"{_MARK}result", "tool_call_id": _ID}
         asks = {"role": "assistant", "content": "", "tool_calls": [_call("f", {})]}
         return f"{_MARK}result" in self._probe([_USER, asks, result])
 
     @cached_property
     def takes_system(self) -> bool:
-        """It shows a message of the role "system"."""
+        """Tell whether it shows a message of the role "system"."""
         system = {"role": "system", "content": f"{_MARK}system"}
         return f"{_MARK}system" in self._probe([system, _USER])
 
@@ -160,7 +160,7 @@ class ChatTemplate:
 
     @cached_property
     def _closing_id(self) -> int | None:
-        """The token that ends a message; None where text alone follows a reply."""
+        """Return the token that ends a message; None where text alone follows a reply."""
         return message_end(self._tokenizer)
 
     def _is_special(self, token: int) -> bool:
@@ -169,10 +169,10 @@ class ChatTemplate:
 
     def _closing(self) -> str:
         reply = {"role": "assistant", "content": f"{_MARK}reply"}
-        _, found, after = self.render([_USER, reply], reply=False).rpartition(f"{_MARK}reply")
-        if not found:
+        _, mark, closing = self.render([_USER, reply], reply=False).rpartition(f"{_MARK}reply")
+        if not mark:
             raise TemplateRewrites("the chat template does not show what the assistant said")
-        return after
+        return closing
 
     def _probe(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         try:
@@ -233,7 +233,7 @@ class Conversation:
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """The ids up to where the reply begins."""
+        """Return the ids up to where the reply begins."""
         assert len(self._gaps) > len(self._responses), "a response is the last message"
         ids: list[int] = list(self._gaps[0].ids)
         for response, gap in zip(self._responses, self._gaps[1:], strict=True):
@@ -256,9 +256,7 @@ class Conversation:
         has_end = self.template.has_end(response_ids, ended)
         response = _Response(len(self.messages), tuple(response_ids), thinks, has_end)
         return replace(
-            self,
-            messages=(*self.messages, message),
-            _responses=(*self._responses, response),
+            self, messages=(*self.messages, message), _responses=(*self._responses, response)
         )
 
     def add(self, new_messages: Sequence[Message]) -> Conversation:
@@ -268,12 +266,12 @@ class Conversation:
         messages = (*self.messages, *new_messages)
         stem = f"{_MARK}{secrets.token_hex(8)}"  # in no message, as nobody can have known it
         marks = [_Marks.of(stem, response.place) for response in self._responses]
-        shown = list(messages)
+        placeholders = list(messages)
         for response, mark in zip(self._responses, marks, strict=True):
-            shown[response.place] = mark.placeholder(
+            placeholders[response.place] = mark.placeholder(
                 messages[response.place], response.thinks, with_calls=bool(template.closing)
             )
-        text = template.render(shown, self.tools)
+        text = template.render(placeholders, self.tools)
         gaps: list[_Gap] = []
         responses: list[_Response] = []
         place = 0
@@ -317,34 +315,34 @@ class _Marks:
 
     @classmethod
     def of(cls, stem: str, place: int) -> _Marks:
-        own = f"{stem}n{place}"
-        return cls(f"{own}tZ", f"{own}cZ", f"{own}aZ")
+        prefix = f"{stem}n{place}"
+        return cls(f"{prefix}tZ", f"{prefix}cZ", f"{prefix}aZ")
 
     def placeholder(self, message: Message, thinks: bool, with_calls: bool) -> Message:
         """Return a message of the same parts: a thinking, a content, and one call of a tool."""
         thinking = f"<think>\n{self.thinking}\n{THINK_END}\n\n" if thinks else ""
-        shown = {"role": "assistant", "content": thinking + self.content}
+        placeholder = {"role": "assistant", "content": thinking + self.content}
         calls = message.get("tool_calls") if with_calls else None
         if not calls:
-            return shown
+            return placeholder
         # One call alone, because some templates take no more.
         first = calls[0]
         call = _call(first["function"]["name"], {"text": self.argument}, first.get("id") or _ID)
-        return {**shown, "tool_calls": [call]}
+        return {**placeholder, "tool_calls": [call]}
 
     def find(self, text: str, place: int, closing: str) -> _Slot:
         """Find the response from `place` on. Raises TemplateRewrites."""
         marks = (self.thinking, self.content, self.argument)
         if max(text.count(mark) for mark in marks) > 1:
             raise TemplateRewrites("the chat template repeats what the assistant said")
-        found = [text.find(mark, place) for mark in marks]
-        if max(found) < 0:
+        starts = [text.find(mark, place) for mark in marks]
+        if max(starts) < 0:
             raise TemplateRewrites("the chat template leaves out what the assistant said")
-        last = max(start + len(mark) for start, mark in zip(found, marks, strict=True))
+        last = max(start + len(mark) for start, mark in zip(starts, marks, strict=True))
         end = text.find(closing, last)
         if end < 0:
             raise TemplateRewrites("the chat template ends replies in more than one way")
-        thinking, content, argument = found
+        thinking, content, argument = starts
         if 0 <= argument < content:
             content = -1
         return _Slot(content, end, thinking >= 0)
@@ -374,10 +372,10 @@ def _plain(message: Message) -> dict[str, Any]:
 
 def _arguments(function: Mapping[str, Any]) -> Any:
     """Return the arguments of a call as an object, where their text is one."""
-    given = function.get("arguments", {})
-    if not isinstance(given, str):
-        return given
+    arguments = function.get("arguments", {})
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        return json.loads(given)
+        return json.loads(arguments)
     except (ValueError, RecursionError):
-        return given
+        return arguments

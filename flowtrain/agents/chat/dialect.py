@@ -9,12 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowtrain.agents.chat.conversation import (
-    ChatTemplate,
-    Conversation,
-    Message,
-    TemplateRewrites,
-)
+from flowtrain.agents.chat.conversation import ChatTemplate, Conversation, Message, TemplateRewrites
 from flowtrain.agents.chat.tool_formats import FORMATS, ToolFormat, WrittenCall, format_of
 from flowtrain.config import Config
 from flowtrain.inference.token_chat import ChatTokenizer
@@ -62,68 +57,69 @@ class Dialect:
         prompt that asks for it. Raises TemplateRewrites.
         """
         template = self.template
-        before = template.render(*self._prepared(messages[:-1], tools))
-        whole = template.render(*self._prepared(messages, tools), reply=False)
-        if not whole.startswith(before) or not whole.endswith(template.closing):
+        prompt = template.render(*self._prepared(messages[:-1], tools))
+        conversation = template.render(*self._prepared(messages, tools), reply=False)
+        if not conversation.startswith(prompt) or not conversation.endswith(template.closing):
             raise TemplateRewrites(
                 "the chat template writes a reply otherwise than it asks for one"
             )
-        return whole[len(before) :].removesuffix(template.closing)
+        return conversation[len(prompt) :].removesuffix(template.closing)
 
     def _prepared(
         self, messages: Sequence[Message], tools: Sequence[Message]
     ) -> tuple[list[Message], Sequence[Message]]:
         """Return messages and tools that the template shows."""
         template = self.template
-        shown = self._shown(messages, messages)
+        result = self._shown(messages, messages)
         described = "" if template.takes_tools or not tools else self.format.describe(tools)
         system = [described] if described else []
-        if shown[0]["role"] == "system" and (described or not template.takes_system):
-            system.insert(0, shown.pop(0)["content"])
+        if result[0]["role"] == "system" and (described or not template.takes_system):
+            system.insert(0, result.pop(0)["content"])
         if text := "\n\n".join(filter(None, system)):
-            if template.takes_system or not shown or shown[0]["role"] != "user":
-                shown.insert(0, {"role": "system", "content": text})
+            if template.takes_system or not result or result[0]["role"] != "user":
+                result.insert(0, {"role": "system", "content": text})
             else:
-                shown[0] = {**shown[0], "content": f"{text}\n\n{shown[0]['content']}"}
-        return shown, () if described else tools
+                result[0] = {**result[0], "content": f"{text}\n\n{result[0]['content']}"}
+        return result, () if described else tools
 
     def add(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
         """Go on with new messages. Raises TemplateRewrites."""
         return conversation.add(self._shown(messages, [*conversation.messages, *messages]))
 
-    def _shown(self, messages: Sequence[Message], whole: Sequence[Message]) -> list[Message]:
-        """Return messages that the template shows; `whole` tells which calls are answered."""
-        named = {
+    def _shown(self, messages: Sequence[Message], history: Sequence[Message]) -> list[Message]:
+        """Return messages that the template shows; `history` tells which calls are answered."""
+        tool_names = {
             call["id"]: call["function"]["name"]
-            for message in whole
+            for message in history
             for call in message.get("tool_calls", ())
         }
-        shown: list[Message] = []
+        result: list[Message] = []
         texts: list[str] = []
         knows_tools = self.template.takes_tools and self.template.takes_results
         for message in messages:
-            name = named.get(message.get("tool_call_id", ""), "")
+            name = tool_names.get(message.get("tool_call_id", ""), "")
             if knows_tools:
-                shown.append({"name": name, **message} if message["role"] == "tool" else message)
+                result.append({"name": name, **message} if message["role"] == "tool" else message)
                 continue
             if message["role"] == "tool":
                 texts.append(f"Result of {name}:\n{message['content']}")
                 continue
-            shown += _told(texts)
+            result += _user_messages(texts)
             texts.clear()
-            shown.append(self._written(message))
-        return shown + _told(texts)
+            result.append(self._written(message))
+        return result + _user_messages(texts)
 
     def _written(self, message: Message) -> Message:
         """Write the calls of a message that nobody sampled here into its content."""
-        if not (asked := message.get("tool_calls")):
+        if not (tool_calls := message.get("tool_calls")):
             return message
         calls = [
-            WrittenCall(call["function"]["name"], call["function"]["arguments"]) for call in asked
+            WrittenCall(call["function"]["name"], call["function"]["arguments"])
+            for call in tool_calls
         ]
         text = "\n".join(filter(None, [message["content"], self.format.write(calls)]))
         return {"role": "assistant", "content": text}
 
 
-def _told(texts: Sequence[str]) -> list[Mapping[str, Any]]:
+def _user_messages(texts: Sequence[str]) -> list[Mapping[str, Any]]:
     return [{"role": "user", "content": "\n\n".join(texts)}] if texts else []

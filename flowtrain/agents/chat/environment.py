@@ -72,16 +72,16 @@ def load_maker(config: Config) -> Maker | None:
     if not name:
         return None
     origin = f"agent.environment={name!r}"
-    attribute, found = plugins.load_object(name, origin)
-    if not callable(found):
-        raise UserError(f"{origin}: {attribute!r} makes nothing: it is a {type(found).__name__}")
+    attribute, factory = plugins.load_object(name, origin)
+    if not callable(factory):
+        raise UserError(f"{origin}: {attribute!r} makes nothing: it is a {type(factory).__name__}")
     options = config.options_of(name)
     try:
-        inspect.signature(found).bind(None, **options)
+        inspect.signature(factory).bind(None, **options)
     except (TypeError, ValueError) as error:
         raise UserError(f"plugins.{attribute}: {error}") from None
-    maker: Any = partial(found, **options)
-    maker.can_repeat = getattr(found, "can_repeat", False)
+    maker: Any = partial(factory, **options)
+    maker.can_repeat = getattr(factory, "can_repeat", False)
     return maker
 
 
@@ -97,8 +97,8 @@ async def opened(
     try:
         messages = await environment.open()
         tools = environment.tools
-        if twice := session.tools.keys() & tools.keys():
-            raise UserError(f"agent.tools: {min(twice)!r} is a tool of agent.environment, too")
+        if duplicates := session.tools.keys() & tools.keys():
+            raise UserError(f"agent.tools: {min(duplicates)!r} is a tool of agent.environment, too")
         session.tools = {**session.tools, **tools}
         session.repeats_tools = True
         try:
@@ -119,8 +119,8 @@ async def _report(environment: Environment, session: Session) -> None:
     reward = await environment.reward()
     parts = reward if isinstance(reward, Mapping) else {"reward": reward}
     session.report(**{name: float(part) for name, part in parts.items()})
-    if (of_turns := getattr(environment, "turn_rewards", None)) is not None:
-        rewards = [float(reward) for reward in await of_turns()]
+    if (turn_rewards := getattr(environment, "turn_rewards", None)) is not None:
+        rewards = [float(reward) for reward in await turn_rewards()]
         if len(rewards) != len(session.turns):
             raise ValueError(f"turn_rewards: {len(rewards)} numbers for {len(session.turns)} turns")
         session.report_turns(rewards)

@@ -53,7 +53,7 @@ class ToolCallingAgent(SessionAgent):
             for number in range(2):
                 message = _message(thinking, calls, number)
                 replied = conversation.add_response(ids, message)
-                conversation = dialect.add(replied, _told(message, ["x"]))
+                conversation = dialect.add(replied, _tool_messages(message, ["x"]))
         except TemplateRewrites as error:
             key, path = config.path_of(config.first_policy)
             raise UserError(
@@ -68,44 +68,45 @@ class ToolCallingAgent(SessionAgent):
             return await self._converse(session, messages, environment)
 
     async def _converse(
-        self, session: Session, first: Sequence[Message], environment: Environment | None = None
+        self, session: Session, opening: Sequence[Message], environment: Environment | None = None
     ) -> str:
         """Take turns until a response calls no tool, and the user has nothing to say to it."""
         template = self.dialect.template
         tools = [definition(tool.card) for tool in session.tools.values()]
-        messages = with_instructions(self.context.config, first)
+        messages = with_instructions(self.context.config, opening)
         conversation = self.dialect.start(messages, tools)
         while True:
             call = await session.sample(conversation.prompt_ids)
             if call.finish_reason is FinishReason.DEADLINE:
                 raise RolloutEnded("time")
             ended = call.finish_reason is FinishReason.STOP
-            said, calls = self.dialect.format.parse(template.text_of(call.response_ids, ended))
+            content, calls = self.dialect.format.parse(template.text_of(call.response_ids, ended))
             if calls:
-                message = _message(said, calls, number=len(session.turns))
+                message = _message(content, calls, number=len(session.turns))
                 results = await self._results(session, call, calls, message)
                 if getattr(environment, "over", False):
-                    return said
-                new = _told(message, _with_hint(results, session.hint()))
+                    return content
+                new_messages = _tool_messages(message, _with_hint(results, session.hint()))
             else:
-                text = without_thinking(said)
+                text = without_thinking(content)
                 reply = None if environment is None else await environment.reply(text.strip())
                 if reply is None:
                     return text
-                message, new = {"role": "assistant", "content": said}, [_user(reply)]
+                message, new_messages = {"role": "assistant", "content": content}, [_user(reply)]
             replied = conversation.add_response(call.response_ids, message, ended)
-            conversation = self.dialect.add(replied, new)
+            conversation = self.dialect.add(replied, new_messages)
 
     async def _results(
-        self, session: Session, call: Call, calls: Sequence[WrittenCall], message: Message
+        self, session: Session, response: Call, calls: Sequence[WrittenCall], message: Message
     ) -> list[str]:
         """Run the calls at once and return the text of each result, in order."""
-        asked = zip(calls, message["tool_calls"], strict=True)
-        wanted = [(each.name, each.values, it["id"]) for each, it in asked if not each.problem]
-        if problems := [each.problem for each in calls if each.problem]:
-            session.record_malformed(call, problems[0])
-        results = iter(await session.use_tools(call, wanted) if wanted else [])
-        return [f"Error: {each.problem}" if each.problem else next(results).text for each in calls]
+        ids = (tool_call["id"] for tool_call in message["tool_calls"])
+        pairs = zip(calls, ids, strict=True)
+        requests = [(call.name, call.values, id) for call, id in pairs if not call.problem]
+        if problems := [call.problem for call in calls if call.problem]:
+            session.record_malformed(response, problems[0])
+        results = iter(await session.use_tools(response, requests) if requests else [])
+        return [f"Error: {call.problem}" if call.problem else next(results).text for call in calls]
 
 
 def _user(text: str) -> Message:
@@ -123,17 +124,17 @@ def _dialect(config: Config, tokenizer: ChatTokenizer) -> Dialect:
     return Dialect.of(config, tokenizer, "agent.name='tools'")
 
 
-def with_instructions(config: Config, first: Sequence[Message]) -> list[Message]:
+def with_instructions(config: Config, messages: Sequence[Message]) -> list[Message]:
     """Add `agent.instructions` to the system message of first messages, or put one before them."""
     if not config.agent.instructions:
-        return list(first)
-    has_system = first[0]["role"] == "system"
-    given = first[0]["content"] if has_system else ""
-    text = "\n\n".join(filter(None, [given, config.agent.instructions]))
-    return [{"role": "system", "content": text}, *first[has_system:]]
+        return list(messages)
+    has_system = messages[0]["role"] == "system"
+    system_text = messages[0]["content"] if has_system else ""
+    text = "\n\n".join(filter(None, [system_text, config.agent.instructions]))
+    return [{"role": "system", "content": text}, *messages[has_system:]]
 
 
-def _told(message: Message, results: Sequence[str]) -> list[Message]:
+def _tool_messages(message: Message, results: Sequence[str]) -> list[Message]:
     """Return the messages that answer one with calls."""
     return [
         {"role": "tool", "content": text, "tool_call_id": call["id"]}
@@ -150,9 +151,9 @@ _UNREADABLE = "unreadable"
 """The name of the tool in a call that could not be read; templates want one."""
 
 
-def _message(said: str, calls: Sequence[WrittenCall], number: int) -> Message:
+def _message(content: str, calls: Sequence[WrittenCall], number: int) -> Message:
     """Return a response with calls as a message; `number` is that of the response."""
-    asked = [
+    tool_calls = [
         {
             "id": _call_id(number, place),
             "type": "function",
@@ -163,7 +164,7 @@ def _message(said: str, calls: Sequence[WrittenCall], number: int) -> Message:
         }
         for place, call in enumerate(calls)
     ]
-    return {"role": "assistant", "content": said, "tool_calls": asked}
+    return {"role": "assistant", "content": content, "tool_calls": tool_calls}
 
 
 def _call_id(number: int, place: int) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowtrain.inference.token_chat import TEMPLATE_ERRORS, render_template
 from flowtrain.utils.text import THINK_END, encodable
@@ -35,7 +35,7 @@ class WrittenCall:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The arguments of a call without a problem."""
+        """Return the arguments of a call without a problem."""
         return dict(json.loads(self.arguments))
 
 
@@ -52,12 +52,12 @@ class ToolFormat:
 
     def parse(self, text: str) -> tuple[str, tuple[WrittenCall, ...]]:
         """Return the text without calls, thinking included, and the calls; never raises."""
-        thinking, end, said = text.rpartition(THINK_END)
+        thinking, end, reply = text.rpartition(THINK_END)
         if not end and "<think>" in text:  # it was cut while it thought
             return text, ()
-        content, calls = self.read(said)
+        content, calls = self.read(reply)
         if len(calls) > MAX_CALLS:
-            calls = [_broken(said, f"more than {MAX_CALLS} calls in one response")]
+            calls = [_broken(reply, f"more than {MAX_CALLS} calls in one response")]
         return thinking + end + content, tuple(calls)
 
     def describe(self, tools: Iterable[Mapping[str, Any]]) -> str:
@@ -87,8 +87,10 @@ def format_of(chat_template: str, tokens: Mapping[str, str] = MappingProxyType({
         return ""
     with suppress(*TEMPLATE_ERRORS):  # some take one call at a time, and say so in their own way
         replies.append((calls, _rendered(chat_template, calls, tokens)))
-    for name, each in FORMATS.items():
-        if name != "json" and all(each.parse(reply)[1] == tuple(of) for of, reply in replies):
+    for name, form in FORMATS.items():
+        if name != "json" and all(
+            form.parse(reply)[1] == tuple(probes) for probes, reply in replies
+        ):
             return name
     return ""
 
@@ -111,7 +113,7 @@ def _rendered(chat_template: str, calls: Sequence[WrittenCall], tokens: Mapping[
         }
         for call in calls
     ]
-    asked = [
+    tool_calls = [
         {
             "id": f"{number:09}",  # strict templates want nine letters or digits
             "type": "function",
@@ -121,7 +123,7 @@ def _rendered(chat_template: str, calls: Sequence[WrittenCall], tokens: Mapping[
     ]
     user, mark = {"role": "user", "content": "Find."}, "pQ7xZ"
     replies = (
-        {"role": "assistant", "content": "", "tool_calls": asked},
+        {"role": "assistant", "content": "", "tool_calls": tool_calls},
         {"role": "assistant", "content": mark},
     )
     whole, plain = (
@@ -129,7 +131,7 @@ def _rendered(chat_template: str, calls: Sequence[WrittenCall], tokens: Mapping[
     )
     # A prompt may describe calls in the same words, and the reply begins behind it.
     pairs = enumerate(zip(whole, plain, strict=False))
-    begins = next((place for place, (one, other) in pairs if one != other), len(whole))
+    begins = next((place for place, (char, plain_char) in pairs if char != plain_char), len(whole))
     return whole[begins:].removesuffix(plain.rpartition(mark)[2])
 
 
@@ -143,7 +145,7 @@ def _read_hermes(text: str) -> tuple[str, list[WrittenCall]]:
 def _read_xml(text: str) -> tuple[str, list[WrittenCall]]:
     opening = re.compile(r'<tool name="([^"<>]*)">')
     return _read_tags(
-        text, opening, "</tool>", lambda found, value, raw: _call(found[1], value, raw)
+        text, opening, "</tool>", lambda match, value, raw: _call(match[1], value, raw)
     )
 
 
@@ -154,22 +156,22 @@ def _read_tags(
     call: Callable[[re.Match[str], Any, str], WrittenCall],
 ) -> tuple[str, list[WrittenCall]]:
     """Read calls between tags; the last closing tag may be missing, as where it was cut."""
-    found = opening.search(text)
-    content = text[: found.start()] if found else text
+    match = opening.search(text)
+    content = text[: match.start()] if match else text
     calls: list[WrittenCall] = []
-    while found and len(calls) <= MAX_CALLS:
-        start = found.end()
+    while match and len(calls) <= MAX_CALLS:
+        start = match.end()
         value, end, problem = _decode(text, start)
-        after = _skip(text, end)
-        if not problem and after < len(text) and not text.startswith(closing, after):
+        next_place = _skip(text, end)
+        if not problem and next_place < len(text) and not text.startswith(closing, next_place):
             problem = f"something other than {closing} follows the JSON object"
         if problem:
             closed = text.find(closing, start)
             end = len(text) if closed < 0 else closed
             calls.append(_broken(text[start:end], problem))
         else:
-            calls.append(call(found, value, text[start:end]))
-        found = opening.search(text, end)
+            calls.append(call(match, value, text[start:end]))
+        match = opening.search(text, end)
     return content, calls
 
 
@@ -216,12 +218,12 @@ def _read_mistral(text: str) -> tuple[str, list[WrittenCall]]:
     place = len(content)
     while tag and text.startswith(tag, place) and len(calls) <= MAX_CALLS:
         place += len(tag)
-        found, end = _mistral_calls(text, place)
-        calls += found
+        new_calls, end = _mistral_calls(text, place)
+        calls += new_calls
         place = len(text) if end < 0 else _skip(text, end)
         if (
-            found
-            and not found[-1].problem
+            new_calls
+            and not new_calls[-1].problem
             and place < len(text)
             and not text.startswith(tag, place)
         ):
@@ -242,17 +244,27 @@ def _mistral_calls(text: str, place: int) -> tuple[list[WrittenCall], int]:
     if name[1]:
         return [_call(name[1], value, raw)], end
     values = value if isinstance(value, list) else [value]
-    return [_named(None, each, raw) for each in values] or [_broken(raw, "no call")], end
+    return [_named(None, item, raw) for item in values] or [_broken(raw, "no call")], end
 
 
-def _decode(text: str, place: int) -> tuple[Any, int, str]:
-    """Decode the JSON value at a place; return it, its end and the problem, if any."""
+class _Decoded(NamedTuple):
+    """A JSON value in a text."""
+
+    value: Any
+    end: int
+    """The place behind it."""
+    problem: str = ""
+    """Why there is none, for the model."""
+
+
+def _decode(text: str, place: int) -> _Decoded:
+    """Decode the JSON value at a place."""
     place = _skip(text, place)
     try:
         value, end = _JSON.raw_decode(text, place)
     except (ValueError, RecursionError) as error:
-        return None, place, f"no valid JSON: {error}"
-    return value, end, ""
+        return _Decoded(None, place, f"no valid JSON: {error}")
+    return _Decoded(value, end)
 
 
 def _skip(text: str, place: int, letters: str = " \t\r\n") -> int:
@@ -269,7 +281,7 @@ def _no_constant(text: str) -> Any:
 _JSON = json.JSONDecoder(parse_constant=_no_constant)
 
 
-def _named(found: object, value: Any, raw: str) -> WrittenCall:
+def _named(match: object, value: Any, raw: str) -> WrittenCall:
     """Read an object with a name and arguments; Llama calls these parameters."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return _broken(raw, 'a call is a JSON object with "name" and "arguments"')
@@ -323,8 +335,8 @@ def _write_json(calls: Sequence[WrittenCall]) -> str:
 
 _SHAPE = '{"name": "NAME", "arguments": {...}}'
 FORMATS = {
-    each.name: each
-    for each in (
+    tool_format.name: tool_format
+    for tool_format in (
         ToolFormat(
             "hermes", f"<tool_call>\n{_SHAPE}\n</tool_call>", _read_hermes, write=_write_hermes
         ),

@@ -45,9 +45,9 @@ class GatewayAgent(SessionAgent):
         chat template that does not show replies as they are.
         """
         for key in ("tools", "instructions"):
-            if given := getattr(config.agent, key):
+            if value := getattr(config.agent, key):
                 raise UserError(
-                    f"agent.{key}={given!r} does not go with agent.name='gateway', whose program "
+                    f"agent.{key}={value!r} does not go with agent.name='gateway', whose program "
                     "has its own"
                 )
         _dialect(config, tokenizer)
@@ -55,7 +55,7 @@ class GatewayAgent(SessionAgent):
 
     @property
     def gateway(self) -> Gateway:
-        """The server, which starts when it is first asked for."""
+        """Return the server, which starts when it is first asked for."""
         with self._lock:
             if self._gateway is None:
                 self._gateway = Gateway()
@@ -82,11 +82,7 @@ class GatewayAgent(SessionAgent):
         gateway = self.gateway
         session.must_report = VERIFIERS in session.task.extra
         recorder = Recorder(session, self._dialect, self.context.config.agent.max_result_chars)
-        rollout = Rollout(
-            session,
-            recorder,
-            key=new_key(),
-        )
+        rollout = Rollout(session, recorder, key=new_key())
         with gateway.serving(rollout):
             try:
                 outcome = await self._solve(rollout, gateway)
@@ -116,7 +112,7 @@ class GatewayAgent(SessionAgent):
             return solving.result()
         finally:
             solving.cancel()
-            await asyncio.wait({solving})
+            await asyncio.wait({solving})  # a command ends its processes while it is cancelled
 
     def close(self) -> None:
         with self._lock:

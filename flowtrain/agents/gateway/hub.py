@@ -37,11 +37,11 @@ async def solve(task: Task, *, base_url: str, api_key: str) -> dict[str, Any]:
     """
     import verifiers.v1 as vf
 
-    given = task.extra[COLUMN]
+    spec = task.extra[COLUMN]
     async with _places:
-        environment = await asyncio.to_thread(load_environment, given["env"])
+        environment = await asyncio.to_thread(load_environment, spec["env"])
         kind = type(environment.taskset).task_type()
-        row = kind.data_type().model_validate(given["data"])
+        row = kind.data_type().model_validate(spec["data"])
         with _in_environment(api_key) as variable:
             client = vf.EvalClientConfig(base_url=base_url, api_key_var=variable)
             context = vf.ModelContext(client=client, model=_MODEL, sampling=vf.SamplingConfig())
@@ -56,12 +56,12 @@ def _outcome(episode: Any) -> dict[str, Any]:
     """Read the one trained trace. Raises EpisodeFailed where it has no reward."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
-        last = f"{errors[-1].type}: {errors[-1].message}" if errors else "it says nothing"
-        raise EpisodeFailed(last)
+        reason = f"{errors[-1].type}: {errors[-1].message}" if errors else "it says nothing"
+        raise EpisodeFailed(reason)
     if len(episode.traces) != 1:
         raise EpisodeFailed(f"it has {len(episode.traces)} runs of its agent, and one is scored")
     (trace,) = episode.traces
-    parts = {name: given.value for name, given in trace.rewards.items() if given is not None}
+    parts = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
     if not parts:
         raise EpisodeFailed("it gives no reward")
     return {"answer": trace.last_reply, "reward": parts}

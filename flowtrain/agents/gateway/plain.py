@@ -40,11 +40,11 @@ def check_history(messages: Sequence[Message]) -> None:
     waiting: list[str] = []
     for message in messages:
         if message["role"] == "tool":
-            if (named := message["tool_call_id"]) not in waiting:
+            if (call_id := message["tool_call_id"]) not in waiting:
                 raise Refusal(
-                    f"there is a result of {named!r}, but no call before it", param=_PLACE
+                    f"there is a result of {call_id!r}, but no call before it", param=_PLACE
                 )
-            waiting.remove(named)
+            waiting.remove(call_id)
         elif waiting and message["role"] != "system":
             break
         waiting += [call["id"] for call in message.get("tool_calls", ())]
@@ -58,7 +58,7 @@ def check_history(messages: Sequence[Message]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ChatRequest:
     """A request for the next message of a conversation."""
 
     model: str
@@ -77,7 +77,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedCall:
+class ReplyCall:
     """A call of a tool that a response asks for."""
 
     id: str
@@ -96,7 +96,7 @@ class Reply:
 
     id: str
     text: str
-    calls: tuple[AskedCall, ...]
+    calls: tuple[ReplyCall, ...]
     finish_reason: Literal["stop", "length", "tool_calls"]
     num_prompt_tokens: int
     num_response_tokens: int
@@ -106,7 +106,7 @@ class Reply:
     """Seconds since 1970; a retry gets the same."""
 
     def message(self) -> Message:
-        """The message as a program sends it back."""
+        """Return the message as a program sends it back."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.calls:
             message["tool_calls"] = [call.plain() for call in self.calls]

@@ -57,9 +57,9 @@ class Program(Protocol):
     def close(self) -> None: ...
 
 
-def _outcome(found: object) -> Outcome:
+def _outcome(value: object) -> Outcome:
     try:
-        return Outcome.of(found)
+        return Outcome.of(value)
     except ValueError as error:
         raise ProgramFailed(str(error)) from None
 
@@ -115,8 +115,8 @@ class Command:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _solve_in(self, folder: str, rollout: Rollout, base_url: str) -> Outcome:
-        task, told = Path(folder) / "task.json", Path(folder) / "outcome.json"
-        task.write_text(json.dumps(task_record(rollout.task, self._columns)), encoding="utf-8")
+        task_path, outcome_path = Path(folder) / "task.json", Path(folder) / "outcome.json"
+        task_path.write_text(json.dumps(task_record(rollout.task, self._columns)), encoding="utf-8")
         environment = {
             **self._environment,
             "HOME": folder,
@@ -124,16 +124,16 @@ class Command:
             "OPENAI_API_KEY": rollout.key,
             "ANTHROPIC_BASE_URL": base_url.removesuffix(PREFIX),
             "ANTHROPIC_API_KEY": rollout.key,
-            "FLOWTRAIN_TASK": str(task),
-            "FLOWTRAIN_OUTCOME": str(told),
+            "FLOWTRAIN_TASK": str(task_path),
+            "FLOWTRAIN_OUTCOME": str(outcome_path),
         }
         code, output, errors = await self._run(folder, environment)
         if code:
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            last = _last_line(errors)[:_MAX_ERROR]
-            raise ProgramFailed(f"{self._words[0]}: {how}" + (f": {last}" if last else ""))
-        if told.is_file():
-            return _told(told)
+            status = f"signal {-code}" if code < 0 else f"exit code {code}"
+            line = _last_line(errors)[:_MAX_ERROR]
+            raise ProgramFailed(f"{self._words[0]}: {status}" + (f": {line}" if line else ""))
+        if outcome_path.is_file():
+            return _read_outcome(outcome_path)
         answer = final_answer(output)
         return Outcome(answer if answer != output.strip() else _last_line(output))
 
@@ -172,7 +172,7 @@ class Command:
         """It holds nothing."""
 
 
-def _told(path: Path) -> Outcome:
+def _read_outcome(path: Path) -> Outcome:
     """Read the outcome that a command has written. Raises ProgramFailed."""
     try:
         with path.open(encoding="utf-8") as file:

@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 
 from flowtrain.agents.chat.conversation import Conversation, TemplateRewrites
 from flowtrain.agents.chat.dialect import Dialect
-from flowtrain.agents.gateway.plain import Asked, AskedCall, Message, Refusal, Reply, check_history
+from flowtrain.agents.gateway.plain import (
+    ChatRequest,
+    Message,
+    Refusal,
+    Reply,
+    ReplyCall,
+    check_history,
+)
 from flowtrain.agents.session import Session
 from flowtrain.records import Call, FinishReason, ToolCall, ToolResult
 from flowtrain.tools.base import shorten
@@ -35,6 +42,13 @@ class _Key(NamedTuple):
     """Of texts without the white space around them."""
     exact: bytes
     """Of texts as they are; the loose one where that is no difference."""
+
+
+class _Response(NamedTuple):
+    """A sampled response with its calls of tools."""
+
+    call: Call
+    tool_calls: tuple[ReplyCall, ...]
 
 
 class _Table:
@@ -59,98 +73,104 @@ class Recorder:
         """By their messages, which end where a reply begins."""
         self._answered = _Table()
         """Likewise, with the reply."""
-        self._unanswered: dict[str, tuple[Call, tuple[AskedCall, ...]]] = {}
+        self._unanswered: dict[str, _Response] = {}
         """Calls of tools without a result yet, with all of their response, by id."""
         self._histories: dict[str, tuple[Message, ...]] = {}
         """The messages up to each reply, without instructions, for requests that name it."""
         self._num_replies = 0
 
-    async def chat(self, asked: Asked) -> Reply:
+    async def chat(self, request: ChatRequest) -> Reply:
         """Sample the next message of a conversation. Raises Refusal and what the session raises."""
-        messages = self._messages(asked)
+        messages = self._messages(request)
         check_history(messages)
-        path = _digests(messages, asked.tools)
-        conversation = self._find(messages, asked, path)
-        self._prompts.keep(path[-1], conversation)
+        path = _digests(messages, request.tools)
+        conversation = self._find(messages, request, path)
+        self._prompts.keep(path[-1], conversation)  # the same messages get the same prompt again
         self._note_results(messages)
         call = await self._session.sample(
-            conversation.prompt_ids, max_new_tokens=asked.max_new_tokens, stop_strings=asked.stop
+            conversation.prompt_ids,
+            max_new_tokens=request.max_new_tokens,
+            stop_strings=request.stop,
         )
         number = self._num_replies
         self._num_replies += 1
-        text, calls = self._read(call, asked, number)
-        reply = self._reply(call, asked, text, calls, number)
+        text, calls = self._read(call, request, number)
+        reply = self._reply(call, request, text, calls, number)
         message = reply.message()
         grown = conversation.add_response(call.response_ids, message, _is_whole(call))
         self._answered.keep(_extended(path[-1], message), grown)
-        self._histories[reply.id] = (*messages[len(asked.instructions) :], message)
-        for each in calls:
-            self._unanswered[each.id] = (call, calls)
+        self._histories[reply.id] = (*messages[len(request.instructions) :], message)
+        for tool_call in calls:
+            self._unanswered[tool_call.id] = _Response(call, calls)
         return reply
 
-    async def count(self, asked: Asked) -> int:
+    async def count(self, request: ChatRequest) -> int:
         """Count the tokens of the prompt that a request would sample from. Raises Refusal."""
-        messages = self._messages(asked)
-        return len(self._find(messages, asked, _digests(messages, asked.tools)).prompt_ids)
+        messages = self._messages(request)
+        return len(self._find(messages, request, _digests(messages, request.tools)).prompt_ids)
 
     def finish(self) -> None:
         """Record the calls of tools whose results no request has brought."""
         while self._unanswered:
             self._record_calls(next(iter(self._unanswered)), {})
 
-    def _messages(self, asked: Asked) -> tuple[Message, ...]:
+    def _messages(self, request: ChatRequest) -> tuple[Message, ...]:
         """Return the whole history of a request, which may name a reply for its beginning."""
-        before = self._histories.get(asked.after, ())
-        if asked.after and not before:
-            text = f"this rollout has no response 'resp_{asked.after[:MAX_ID]}'"
+        history = self._histories.get(request.after, ())
+        if request.after and not history:
+            text = f"this rollout has no response 'resp_{request.after[:MAX_ID]}'"
             code = "previous_response_not_found"
             raise Refusal(text, param="previous_response_id", code=code)
-        return (*asked.instructions, *before, *asked.messages)
+        return (*request.instructions, *history, *request.messages)
 
     def _find(
-        self, messages: Sequence[Message], asked: Asked, path: Sequence[_Key]
+        self, messages: Sequence[Message], request: ChatRequest, path: Sequence[_Key]
     ) -> Conversation:
         """Return the conversation that the request goes on with, or begin one."""
-        if (found := self._prompts.exact.get(path[-1].exact)) is not None:
-            return found
+        if (conversation := self._prompts.exact.get(path[-1].exact)) is not None:
+            return conversation
         # The same prompt but for white space is what is meant, unless a reply before it is exact.
-        like = self._prompts.loose.get(path[-1].loose)
+        lookalike = self._prompts.loose.get(path[-1].loose)
         for place in range(len(path) - 2, 0, -1):
-            before = self._answered.exact.get(path[place].exact)
-            if before is None and like is None:
-                before = self._answered.loose.get(path[place].loose)
-            if before is not None:
+            base = self._answered.exact.get(path[place].exact)
+            if base is None and lookalike is None:
+                base = self._answered.loose.get(path[place].loose)
+            if base is not None:
                 try:
-                    return self._dialect.add(before, messages[place:])
+                    return self._dialect.add(base, messages[place:])
                 except TemplateRewrites:
                     break
-            if like is not None and path[place].loose in self._answered.loose:
+            if lookalike is not None and path[place].loose in self._answered.loose:
                 break
-        if like is not None:
-            return like
+        if lookalike is not None:
+            return lookalike
         try:
-            return self._dialect.start(messages, asked.tools)
+            return self._dialect.start(messages, request.tools)
         except TemplateRewrites as error:
             raise Refusal(str(error), param="messages") from None
 
-    def _read(self, call: Call, asked: Asked, number: int) -> tuple[str, tuple[AskedCall, ...]]:
+    def _read(
+        self, call: Call, request: ChatRequest, number: int
+    ) -> tuple[str, tuple[ReplyCall, ...]]:
         """Return a response's text and calls of tools. One that is malformed is all text."""
-        if not asked.reads_calls:
-            return _before_stop(call.text, asked.stop), ()
-        whole = self._dialect.template.text_of(call.response_ids, _is_whole(call))
-        content, written = self._dialect.format.parse(_before_stop(whole, asked.stop))
-        if problem := next((each.problem for each in written if each.problem), ""):
+        if not request.reads_calls:
+            return _before_stop(call.text, request.stop), ()
+        text = self._dialect.template.text_of(call.response_ids, _is_whole(call))
+        content, tool_calls = self._dialect.format.parse(_before_stop(text, request.stop))
+        if problem := next(
+            (tool_call.problem for tool_call in tool_calls if tool_call.problem), ""
+        ):
             self._session.record_malformed(call, problem)
-        if problem or not written:
-            return _before_stop(call.text, asked.stop), ()
+        if problem or not tool_calls:
+            return _before_stop(call.text, request.stop), ()
         calls = [
-            AskedCall(self._id(number, place), each.name, each.arguments)
-            for place, each in enumerate(written)
+            ReplyCall(self._id(number, place), tool_call.name, tool_call.arguments)
+            for place, tool_call in enumerate(tool_calls)
         ]
         return content.strip(), tuple(calls)
 
     def _reply(
-        self, call: Call, asked: Asked, text: str, calls: tuple[AskedCall, ...], number: int
+        self, call: Call, request: ChatRequest, text: str, calls: tuple[ReplyCall, ...], number: int
     ) -> Reply:
         return Reply(
             id=self._id(number, -1),
@@ -159,7 +179,7 @@ class Recorder:
             finish_reason="tool_calls" if calls else "stop" if _is_whole(call) else "length",
             num_prompt_tokens=len(call.prompt_ids),
             num_response_tokens=len(call.response_ids),
-            stopped_by=_first_stop(call.text, asked.stop),
+            stopped_by=_first_stop(call.text, request.stop),
         )
 
     def _id(self, number: int, place: int) -> str:
@@ -173,17 +193,19 @@ class Recorder:
             for message in messages
             if message.get("tool_call_id") in self._unanswered
         }
-        for named in results:
-            if named in self._unanswered:
-                self._record_calls(named, results)
+        for call_id in results:
+            if call_id in self._unanswered:  # another call of its response may have recorded it
+                self._record_calls(call_id, results)
 
-    def _record_calls(self, named: str, results: Mapping[str, str]) -> None:
+    def _record_calls(self, call_id: str, results: Mapping[str, str]) -> None:
         """Record all calls of a response at once, so that they are in its order."""
-        call, calls = self._unanswered[named]
-        for each in calls:
-            del self._unanswered[each.id]
-            result = ToolResult(shorten(results.get(each.id, ""), self._max_result_chars))
-            self._session.record_tool(call, ToolCall(each.name, each.arguments, result, each.id))
+        response, calls = self._unanswered[call_id]
+        for call in calls:
+            del self._unanswered[call.id]
+            result = ToolResult(shorten(results.get(call.id, ""), self._max_result_chars))
+            self._session.record_tool(
+                response, ToolCall(call.name, call.arguments, result, call.id)
+            )
 
 
 def _is_whole(call: Call) -> bool:
@@ -192,29 +214,29 @@ def _is_whole(call: Call) -> bool:
 
 def _digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[_Key]:
     """Return the keys of the tools with the first 0, 1, ... of the messages."""
-    of_tools = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).digest()
-    found = [_Key(of_tools, of_tools)]
+    tools_digest = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).digest()
+    keys = [_Key(tools_digest, tools_digest)]
     for message in messages:
-        found.append(_extended(found[-1], message))
-    return found
+        keys.append(_extended(keys[-1], message))
+    return keys
 
 
-def _extended(before: _Key, message: Message) -> _Key:
+def _extended(key: _Key, message: Message) -> _Key:
     """Add a message to a key."""
     calls = [
         (call["id"], call["function"]["name"], _canonical(call["function"]["arguments"]))
         for call in message.get("tool_calls", ())
     ]
-    named = [message["role"], message.get("name", ""), message.get("tool_call_id", "")]
+    head = [message["role"], message.get("name", ""), message.get("tool_call_id", "")]
 
-    def digest(before: bytes, text: str) -> bytes:
+    def digest(key: bytes, text: str) -> bytes:
         # The `repr` of texts tells them apart as well as JSON does, at a third of the time.
-        return hashlib.sha256(before + repr((*named, text, calls)).encode()).digest()
+        return hashlib.sha256(key + repr((*head, text, calls)).encode()).digest()
 
     text = message["content"]
-    loose = digest(before.loose, text.strip())
-    is_loose = before.exact == before.loose and text == text.strip()
-    return _Key(loose, loose if is_loose else digest(before.exact, text))
+    loose = digest(key.loose, text.strip())
+    is_loose = key.exact == key.loose and text == text.strip()
+    return _Key(loose, loose if is_loose else digest(key.exact, text))
 
 
 def _canonical(arguments: str) -> str:
@@ -226,7 +248,7 @@ def _canonical(arguments: str) -> str:
 
 def _first_stop(text: str, stop: Sequence[str]) -> str:
     """Return the stop string that comes first in a text; "" where there is none."""
-    return min((each for each in stop if each in text), key=text.find, default="")
+    return min((word for word in stop if word in text), key=text.find, default="")
 
 
 def _before_stop(text: str, stop: Sequence[str]) -> str:

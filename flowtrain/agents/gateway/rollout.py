@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from flowtrain.agents.gateway.plain import Asked, Refusal, Reply
+from flowtrain.agents.gateway.plain import ChatRequest, Refusal, Reply
 from flowtrain.agents.gateway.recorder import Recorder
 from flowtrain.agents.session import RolloutEnded, Session
 from flowtrain.records import Task
@@ -39,40 +39,40 @@ class Outcome:
     """Parts of the reward; {} where the program leaves that to others."""
 
     @classmethod
-    def of(cls, found: object) -> Outcome:
+    def of(cls, value: object) -> Outcome:
         """Read an answer, or {"answer": ..., "reward": number or parts by name}. Raises ValueError
         for anything else.
         """
-        if isinstance(found, Outcome):
-            return found
-        if not isinstance(found, Mapping):
-            return cls(_answer(found))
-        if unknown := [key for key in found if key not in ("answer", "reward")]:
-            raise ValueError(f"{str(unknown[0])[:100]!r} is neither answer nor reward")
-        reward = found.get("reward")
+        if isinstance(value, Outcome):
+            return value
+        if not isinstance(value, Mapping):
+            return cls(_answer(value))
+        if unknown_keys := [key for key in value if key not in ("answer", "reward")]:
+            raise ValueError(f"{str(unknown_keys[0])[:100]!r} is neither answer nor reward")
+        reward = value.get("reward")
         if reward is None:
-            return cls(_answer(found.get("answer", "")))
+            return cls(_answer(value.get("answer", "")))
         parts = reward if isinstance(reward, Mapping) else {"reward": reward}
-        return cls(_answer(found.get("answer", "")), _checked(parts))
+        return cls(_answer(value.get("answer", "")), _checked_reward(parts))
 
 
-def _answer(found: object) -> str:
-    if not isinstance(found, str):
-        raise ValueError(f"the answer is a {type(found).__name__}, not a text")
-    if len(found) > MAX_ANSWER:
+def _answer(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"the answer is a {type(value).__name__}, not a text")
+    if len(value) > MAX_ANSWER:
         raise ValueError(f"the answer has more than {MAX_ANSWER} characters")
-    return found
+    return value
 
 
-def _checked(parts: Mapping[Any, Any]) -> dict[str, float]:
+def _checked_reward(parts: Mapping[Any, Any]) -> dict[str, float]:
     for name, part in parts.items():
         is_number = isinstance(part, int | float) and not isinstance(part, bool)
         if not isinstance(name, str) or not is_number:
             raise ValueError("the parts of a reward are numbers by name")
-    found = {name: float(part) for name, part in parts.items()}
-    if problem := "a reward has a part" if not found else part_problem(found):
+    numbers = {name: float(part) for name, part in parts.items()}
+    if problem := "a reward has a part" if not numbers else part_problem(numbers):
         raise ValueError(problem)
-    return found
+    return numbers
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class _Attempt:
 
     @property
     def is_lost(self) -> bool:
-        """It has no response and will have none."""
+        """Tell whether it has no response and will have none."""
         if not self.task.done():
             return self.task.cancelling() > 0
         return self.task.cancelled() or self.task.exception() is not None
@@ -93,13 +93,7 @@ class _Attempt:
 class Rollout:
     """A rollout whose program works."""
 
-    def __init__(
-        self,
-        session: Session,
-        recorder: Recorder,
-        *,
-        key: str,
-    ) -> None:
+    def __init__(self, session: Session, recorder: Recorder, *, key: str) -> None:
         self.session = session
         self.recorder = recorder
         self.key = key
@@ -119,7 +113,9 @@ class Rollout:
     def task(self) -> Task:
         return self.session.task
 
-    def ask(self, asked: Asked, body: bytes, *, retry_of: bytes | None) -> asyncio.Future[Reply]:
+    def ask(
+        self, request: ChatRequest, body: bytes, *, retry_of: bytes | None
+    ) -> asyncio.Future[Reply]:
         """Answer a request; from any event loop. Raises Refusal once the rollout is over.
 
         A request that is cancelled is not recorded, unless its response was sampled already or a
@@ -129,14 +125,15 @@ class Rollout:
             retry_of: the request may have been made before; under this key, or with the same body
                 where it is empty.
         """
-        return self._here(self._answer(asked, body, retry_of))
+        return self._on_loop(self._answer(request, body, retry_of))
 
-    def count(self, asked: Asked) -> asyncio.Future[int]:
+    def count(self, request: ChatRequest) -> asyncio.Future[int]:
         """Count the tokens of a prompt; as `ask`."""
-        return self._here(self._guarded(self.recorder.count(asked)))
+        return self._on_loop(self._guarded(self.recorder.count(request)))
 
-    def _here(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+    def _on_loop(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Run it on the loop of the rollout. Raises Refusal once that is over."""
+        # `close` takes the same lock, so it waits for every request that is let in here.
         with self._lock:
             if self._is_over:
                 work.close()
@@ -163,13 +160,14 @@ class Rollout:
         with self._lock:
             self._under_way.discard(future)
 
-    async def _answer(self, asked: Asked, body: bytes, retry_of: bytes | None) -> Reply:
+    async def _answer(self, request: ChatRequest, body: bytes, retry_of: bytes | None) -> Reply:
         """Wait for an attempt, which is cancelled when all that wait have left."""
         if self._is_over:
             raise over()
-        attempt = self._attempt(asked, body, retry_of)
+        attempt = self._attempt(request, body, retry_of)
         attempt.num_waiting += 1
         try:
+            # Shielded: a retry of this request may wait for the same response.
             return await asyncio.shield(attempt.task)
         except asyncio.CancelledError:
             if self._is_over:
@@ -180,19 +178,19 @@ class Rollout:
             if not attempt.num_waiting:
                 attempt.task.cancel()
 
-    def _attempt(self, asked: Asked, body: bytes, retry_of: bytes | None) -> _Attempt:
+    def _attempt(self, request: ChatRequest, body: bytes, retry_of: bytes | None) -> _Attempt:
         """Return the attempt that a retry repeats, or a new one."""
         digest = hashlib.sha256(body).digest()
         name = hashlib.sha256(retry_of).digest() + digest if retry_of else digest
-        before = None if retry_of is None else self._attempts.get(name)
-        if before is not None and not before.is_lost:
-            return before
-        sampling = self._guarded(self.recorder.chat(asked))
+        previous = None if retry_of is None else self._attempts.get(name)
+        if previous is not None and not previous.is_lost:
+            return previous
+        sampling = self._guarded(self.recorder.chat(request))
         attempt = _Attempt(asyncio.get_running_loop().create_task(sampling))
         self._attempts.pop(name, None)  # so that it counts as the youngest
         self._attempts[name] = attempt
-        done = [key for key, each in self._attempts.items() if each.task.done()]
-        for key in done[: max(0, len(self._attempts) - _MAX_KEPT)]:
+        done_keys = [key for key, entry in self._attempts.items() if entry.task.done()]
+        for key in done_keys[: max(0, len(self._attempts) - _MAX_KEPT)]:
             del self._attempts[key]
         return attempt
 
@@ -217,12 +215,12 @@ def over() -> Refusal:
     return Refusal("the rollout has ended, and this key with it", status=410, code="rollout_ended")
 
 
-def _refusal(ended: RolloutEnded) -> Refusal:
-    if ended.reason == "prompt":
+def _refusal(limit: RolloutEnded) -> Refusal:
+    if limit.reason == "prompt":
         return Refusal(
             "the messages and the response do not fit into the model's positions",
             param="messages",
             code="context_length_exceeded",
         )
-    what = {"turns": "all turns are used up (agent.max_turns)"}.get(ended.reason, "time is up")
-    return Refusal(f"the rollout has ended: {what}", status=410, code="rollout_ended")
+    cause = {"turns": "all turns are used up (agent.max_turns)"}.get(limit.reason, "time is up")
+    return Refusal(f"the rollout has ended: {cause}", status=410, code="rollout_ended")

@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-WIRES: Mapping[str, Wire] = {
-    "chat/completions": chat,
-    "messages": messages,
-    "responses": responses,
-}
+WIRES: Mapping[str, Wire] = {"chat/completions": chat, "messages": messages, "responses": responses}
 COUNT = "messages/count_tokens"
 MAX_BODY = 16 << 20
 """Bytes of a request."""
@@ -43,9 +39,9 @@ MAX_REQUESTS = 32
 """Requests of a rollout under way at a time."""
 _NUM_ENDED = 4096
 """Keys of rollouts that have ended that are remembered, to be told apart from wrong ones."""
-_TOLD = (400, 404, 405)
+_WARN_ON = (400, 404, 405)
 """Statuses for what a program asks and the gateway does not have."""
-_MAX_TOLD = 20
+_MAX_WARNINGS = 20
 _END_S = 10.0
 _log = logging.getLogger(__name__)
 
@@ -59,7 +55,7 @@ class Gateway:
         _freeze_heap()
         self._rollouts: dict[bytes, Rollout] = {}
         self._ended: dict[bytes, None] = {}
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._server, self._listener = serving.make_server(self)
         self.base_url = serving.address(self._listener) + PREFIX
@@ -103,22 +99,26 @@ class Gateway:
         try:
             response = await self._route(Request(scope, receive), path, wire)
         except serving.Rejected as rejected:
-            told = wire.error(Refusal(str(rejected), status=rejected.status))
-            response = Response(told, rejected.status, media_type="application/json")
+            body = wire.error(Refusal(str(rejected), status=rejected.status))
+            response = Response(body, rejected.status, media_type="application/json")
         except Refusal as refusal:
-            self._tell(path, refusal)
-            told = wire.error(refusal)
-            response = Response(told, refusal.status, refusal.headers, "application/json")
+            self._warn_once(path, refusal)
+            body = wire.error(refusal)
+            response = Response(body, refusal.status, refusal.headers, "application/json")
         await response(scope, receive, send)
 
-    def _tell(self, path: str, refusal: Refusal) -> None:
+    def _warn_once(self, path: str, refusal: Refusal) -> None:
         """Warn, once, of what programs ask in vain: some end as if nothing had been wrong."""
         # By the root Claude Code sees that the server is up.
-        if path == "/" or refusal.code == "context_length_exceeded" or refusal.status not in _TOLD:
+        if (
+            path == "/"
+            or refusal.code == "context_length_exceeded"
+            or refusal.status not in _WARN_ON
+        ):
             return
         text = printable(f"{path}: {refusal}", keep="")[:MAX_SHOWN]
-        if text not in self._told and len(self._told) < _MAX_TOLD:
-            self._told.add(text)
+        if text not in self._warned and len(self._warned) < _MAX_WARNINGS:
+            self._warned.add(text)
             _log.warning("the gateway refused a program's request: %s", text)
 
     async def _route(self, request: Request, path: str, wire: Wire) -> Response:
@@ -155,17 +155,17 @@ class Gateway:
 
 async def _answer(request: Request, rollout: Rollout, wire: Wire) -> Response:
     body = await serving.read_body(request, MAX_BODY)
-    asked = wire.read(body)
-    working = rollout.ask(asked, body, retry_of=_retry_of(request))
+    chat_request = wire.read(body)
+    working = rollout.ask(chat_request, body, retry_of=_retry_of(request))
     reply = await _while_connected(request, working)
-    media_type = "text/event-stream" if asked.stream else "application/json"
-    return _response(wire.write(asked, reply), media_type)
+    media_type = "text/event-stream" if chat_request.stream else "application/json"
+    return _response(wire.write(chat_request, reply), media_type)
 
 
 async def _count(request: Request, rollout: Rollout) -> Response:
     """Answer how long a prompt is, without sampling."""
-    asked = messages.read(await serving.read_body(request, MAX_BODY))
-    num_tokens = await _while_connected(request, rollout.count(asked))
+    chat_request = messages.read(await serving.read_body(request, MAX_BODY))
+    num_tokens = await _while_connected(request, rollout.count(chat_request))
     return _response(messages.write_count(num_tokens))
 
 
@@ -202,10 +202,11 @@ def _retry_of(request: Request) -> bytes | None:
 
 async def _while_connected(request: Request, working: asyncio.Future[T]) -> T:
     """Wait for work, and cancel it when the client leaves."""
+    # The body has been read, so the next message from the client is that it has left.
     leaving = asyncio.ensure_future(request.receive())
-    both: set[asyncio.Future[Any]] = {working, leaving}
+    futures: set[asyncio.Future[Any]] = {working, leaving}
     try:
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise Refusal("the client has left", status=499)
         return await working

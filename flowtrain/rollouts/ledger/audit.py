@@ -158,14 +158,14 @@ def audit_database(database: str | Path) -> Audit:
     if "://" not in str(database) and not Path(database).is_file():
         raise UserError(f"there is no database {database}")
     offline = connect(database, is_patient=True)
-    with closing(offline) as found, found.read() as transaction:
-        meta_row(transaction, found.name)
+    with closing(offline) as ledger, ledger.read() as transaction:
+        meta_row(transaction, ledger.name)
         return audit(transaction)
 
 
 def audit(transaction: Transaction) -> Audit:
-    found = [(problem, transaction.one(query)) for problem, query in _QUERIES.items()]
-    problems = tuple(f"{problem} ({row.at})" for problem, row in found if row)
+    findings = [(problem, transaction.one(query)) for problem, query in _QUERIES.items()]
+    problems = tuple(f"{problem} ({row.at})" for problem, row in findings if row)
     problems += (*counter_problems(transaction), *token_problems(transaction))
     names = transaction.all("SELECT name FROM policies ORDER BY number")
     tokens = {row.name: token_account(transaction, row.name) for row in names}

@@ -31,22 +31,22 @@ class Openings:
     is_evaluating: bool = False
     """Questions wait or are under way."""
 
-    def room(self, versions: Mapping[str, int], wanted: int) -> tuple[int, str]:
-        """How many groups to train a node that samples with `versions` may begin, and why they are
-        fewer than it wants.
+    def room(self, versions: Mapping[str, int], num_wanted: int) -> tuple[int, str]:
+        """Return how many groups to train a node that samples with `versions` may begin, and why
+        they are fewer than it wants.
         """
-        if not wanted:
+        if not num_wanted:
             return 0, ""
         if self.policies and all(policy.is_done for policy in self.policies):
             return 0, "done"
-        live = [policy for policy in self.policies if is_live(policy, self.now, self.options)]
-        if not live:
+        trainers = [policy for policy in self.policies if is_live(policy, self.now, self.options)]
+        if not trainers:
             return 0, "no trainer"
         room = max(
             _max_groups(policy, self.options, versions) - policy.num_fresh - self.num_under_way
-            for policy in live
+            for policy in trainers
         )
-        return max(0, min(wanted, room)), "full" if room < wanted else ""
+        return max(0, min(num_wanted, room)), "full" if room < num_wanted else ""
 
     def take(self, request: LeaseRequest) -> bool:
         """Tell whether a request need wait no longer: there is something, which it takes, or there
@@ -88,12 +88,13 @@ def read_openings(
         questions[row.policy, row.step] += row.num
     under_way = num_leased(transaction) - overdue.num
     policies = policy_rows(transaction)
-    is_evaluating = all(each.is_done for each in policies) and is_any_left(transaction)
+    is_evaluating = all(policy.is_done for policy in policies) and is_any_left(transaction)
     return Openings(policies, under_way, now, options, questions, is_evaluating)
 
 
 def _max_groups(policy: Any, options: Dataflow, versions: Mapping[str, int]) -> int:
-    """How many groups of a policy may wait or be under way for a node that samples with `versions`.
+    """Return how many groups of a policy may wait or be under way for a node that samples with
+    `versions`.
 
     A group of weights v can be trained by steps up to v + 1 + max_staleness. Each step from the
     next one (`newest` + 1) to that one takes num_groups of them, less its replays. While a whole

@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowtrain.config import Config, Dataflow
-from flowtrain.rollouts.contract import (
-    AssignedGroup,
-    Batch,
-    BatchRequest,
-    Refused,
-)
+from flowtrain.rollouts.contract import AssignedGroup, Batch, BatchRequest, Refused
 from flowtrain.rollouts.ledger.counters import close_shares, count_batch
 from flowtrain.rollouts.ledger.prompts import candidate, num_leased, number_groups
 from flowtrain.rollouts.ledger.schema import locked
@@ -47,11 +42,12 @@ class Batches:
                     f"{policy.checkpoint}, so a batch of steps {policy.checkpoint + 1} to "
                     f"{policy.newest + 1} can be had"
                 )
+            # An older step is served again, to a trainer that resumes, as it was put together.
             if step == policy.newest + 1 and (
                 num_missing := self._put_together(transaction, meta, policy, step)
             ):
                 now, lease_s = transaction.now(), self.config.dataflow.lease_s
-                return Batch((), num_missing, waiting=_under_way(transaction, now, lease_s))
+                return Batch((), num_missing, waiting=_waiting_text(transaction, now, lease_s))
         # Megabytes are read without the lock that every lease waits for.
         with self.database.read() as transaction:
             return _read(transaction, request)
@@ -62,25 +58,26 @@ class Batches:
         number_groups(transaction, meta.num_events)
         oldest = step - 1 - policy.max_staleness
         close_shares(transaction, policy.name, "stale", step, "min_version < ?", oldest)
-        others = [each for each in policy_rows(transaction) if each.name != policy.name]
-        _drop_surplus(transaction, others, self.config.dataflow)
-        waiting = _waiting(transaction, policy)
-        again: list[int] = []
+        other_policies = [row for row in policy_rows(transaction) if row.name != policy.name]
+        _drop_surplus(transaction, other_policies, self.config.dataflow)
+        waiting = _fresh(transaction, policy)
+        replays: list[int] = []
         if num := self.config.dataflow.num_replays(policy.num_groups):
-            trained, seed = _trained(transaction, policy, step), self._seed("replay", policy, step)
-            again = _chosen(self.replay_selector, trained, num, seed)
-        num = policy.num_groups - len(again)
+            candidates = _replayable(transaction, policy, step)
+            seed = self._seed("replay", policy, step)
+            replays = _select(self.replay_selector, candidates, num, seed)
+        num = policy.num_groups - len(replays)
         if len(waiting) < num:
             return num - len(waiting)
-        fresh = _chosen(self.selector, waiting, num, self._seed("select", policy, step))
+        fresh = _select(self.selector, waiting, num, self._seed("select", policy, step))
         if len(fresh) < num:
             return num - len(fresh)
         assignments = [(work_item, 0) for work_item in fresh] + [
-            (work_item, 1) for work_item in again
+            (work_item, 1) for work_item in replays
         ]
         transaction.many(
             f"INSERT INTO assignments VALUES {marks(range(5))}",
-            [(policy.name, step, index, *each) for index, each in enumerate(assignments)],
+            [(policy.name, step, index, *item) for index, item in enumerate(assignments)],
         )
         transaction.many(
             "UPDATE shares SET state = 'assigned', step = ? WHERE policy = ? AND work_item = ?",
@@ -100,12 +97,12 @@ class Batches:
         return derive_seed(self.config.run.seed, name, policy.name, step)
 
 
-def _chosen(selector: Selector, candidates: Sequence[Candidate], num: int, seed: int) -> list[int]:
-    found = selector.select(candidates, num, seed)
-    assert len(found) == len(set(found)) <= num and set(found) <= {
-        each.outcome.work_item for each in candidates
+def _select(selector: Selector, candidates: Sequence[Candidate], num: int, seed: int) -> list[int]:
+    work_items = selector.select(candidates, num, seed)
+    assert len(work_items) == len(set(work_items)) <= num and set(work_items) <= {
+        candidate.outcome.work_item for candidate in candidates
     }, "a selector returns work items of its candidates"
-    return found
+    return work_items
 
 
 def _drop_surplus(transaction: Transaction, policies: Sequence[Any], options: Dataflow) -> None:
@@ -113,8 +110,8 @@ def _drop_surplus(transaction: Transaction, policies: Sequence[Any], options: Da
     begins a batch and shares its groups.
     """
     for policy in policies:
-        most = options.max_waiting or policy.num_groups * (policy.max_staleness + 1)
-        if policy.num_fresh > most:
+        bound = options.max_waiting or policy.num_groups * (policy.max_staleness + 1)
+        if policy.num_fresh > bound:
             close_shares(
                 transaction,
                 policy.name,
@@ -122,7 +119,7 @@ def _drop_surplus(transaction: Transaction, policies: Sequence[Any], options: Da
                 policy.newest + 1,
                 "work_item IN (SELECT work_item FROM shares WHERE policy = ? AND state = 'fresh'"
                 " AND min_version >= ? ORDER BY min_version, work_item LIMIT ?)",
-                *(policy.name, policy.newest - policy.max_staleness, policy.num_fresh - most),
+                *(policy.name, policy.newest - policy.max_staleness, policy.num_fresh - bound),
             )
 
 
@@ -134,8 +131,8 @@ _CANDIDATES = (
 )
 
 
-def _waiting(transaction: Transaction, policy: Any) -> list[Candidate]:
-    """Groups that no batch has had, in the order of their commits."""
+def _fresh(transaction: Transaction, policy: Any) -> list[Candidate]:
+    """Return the groups that no batch has had, in the order of their commits."""
     rows = transaction.all(
         f"{_CANDIDATES} WHERE s.policy = ? AND s.state = 'fresh' AND g.event IS NOT NULL"
         " ORDER BY g.event",
@@ -144,9 +141,9 @@ def _waiting(transaction: Transaction, policy: Any) -> list[Candidate]:
     return [candidate(row, policy.max_staleness) for row in rows]
 
 
-def _trained(transaction: Transaction, policy: Any, step: int) -> list[Candidate]:
-    """Groups of earlier batches that may be trained again in `step`, in the order in which they
-    were first assigned.
+def _replayable(transaction: Transaction, policy: Any, step: int) -> list[Candidate]:
+    """Return the groups of earlier batches that may be trained again in `step`, in the order in
+    which they were first assigned.
     """
     rows = transaction.all(
         f"{_CANDIDATES} JOIN assignments a ON a.work_item = s.work_item AND a.policy = s.policy"
@@ -159,7 +156,7 @@ def _trained(transaction: Transaction, policy: Any, step: int) -> list[Candidate
     return [candidate(row, policy.max_staleness) for row in rows]
 
 
-def _under_way(transaction: Transaction, now: float, lease_s: float) -> str:
+def _waiting_text(transaction: Transaction, now: float, lease_s: float) -> str:
     """Say what is under way, and how many of the nodes that have joined give signs of life."""
     nodes = transaction.one(
         "SELECT count(*) AS num, coalesce(sum(CASE WHEN seen_s <= ? THEN 1 ELSE 0 END), 0) AS"
@@ -171,7 +168,7 @@ def _under_way(transaction: Transaction, now: float, lease_s: float) -> str:
 
 
 def _stats(transaction: Transaction, policy: str, step: int) -> dict[str, float]:
-    """`Batch.stats`; groups count as left out with the first batch after that was found."""
+    """Return `Batch.stats`; groups count as left out with the first batch after that was found."""
     left_out = {
         row.state: row
         for row in transaction.all(
@@ -208,8 +205,8 @@ def _stats(transaction: Transaction, policy: str, step: int) -> dict[str, float]
 
 
 def _read(transaction: Transaction, request: BatchRequest) -> Batch:
-    """The part of a batch that a rank trains. Raises Refused when a checkpoint of its step has been
-    reported meanwhile.
+    """Read the part of a batch that a rank trains. Raises Refused when a checkpoint of its step has
+    been reported meanwhile.
     """
     batch = transaction.one(
         "SELECT stats FROM batches WHERE policy = ? AND step = ?", request.policy, request.step

@@ -74,9 +74,9 @@ def count_groups(
 
 def count_batch(transaction: Transaction, policy: str, step: int) -> None:
     """Count the groups of a batch that has just been made."""
-    found = batch_tokens(transaction, policy, step)
+    totals = batch_tokens(transaction, policy, step)
     count_groups(
-        transaction, (policy, "assigned"), found.num, int(found.trainable), int(found.num_tokens)
+        transaction, (policy, "assigned"), totals.num, int(totals.trainable), int(totals.num_tokens)
     )
 
 
@@ -109,41 +109,41 @@ def read_counters(transaction: Transaction, policy: str, what: str) -> dict[str,
 def counter_problems(transaction: Transaction) -> Iterator[str]:
     """Yield the counters that do not say what the tables do."""
     rows = transaction.all("SELECT * FROM counters WHERE num <> 0")
-    kept = {(row.policy, row.what, row.name): int(row.num) for row in rows}
-    found = {key: num for key, num in recount(transaction).items() if num}
-    for key in sorted(kept.keys() | found.keys()):
-        if kept.get(key, 0) != found.get(key, 0):
+    stored = {(row.policy, row.what, row.name): int(row.num) for row in rows}
+    recounted = {key: num for key, num in recount(transaction).items() if num}
+    for key in sorted(stored.keys() | recounted.keys()):
+        if stored.get(key, 0) != recounted.get(key, 0):
             name = " ".join(filter(None, key))
-            yield f"a counter is wrong ({name}: {kept.get(key, 0)}, not {found.get(key, 0)})"
+            yield f"a counter is wrong ({name}: {stored.get(key, 0)}, not {recounted.get(key, 0)})"
 
 
 def recount(transaction: Transaction) -> Counter[Key]:
     """Count everything again, from the tables that have it."""
-    found: Counter[Key] = Counter()
+    counts: Counter[Key] = Counter()
     for row in transaction.all(
         "SELECT ending, count(*) AS num FROM leases WHERE ending <> '' GROUP BY ending"
     ):
-        found["", "ended", kind_of(row.ending)] += row.num
+        counts["", "ended", kind_of(row.ending)] += row.num
     for row in transaction.all("SELECT node, count(*) AS num FROM groups GROUP BY node"):
-        found["", "pushes", row.node] = row.num
+        counts["", "pushes", row.node] = row.num
     for row in transaction.all(
         "SELECT policy, state, count(*) AS num, sum(num_tokens) AS trainable FROM shares"
         " WHERE state <> 'fresh' GROUP BY policy, state"
     ):
-        found[row.policy, "groups", row.state] = row.num
-        found[row.policy, "trainable", row.state] = int(row.trainable)
+        counts[row.policy, "groups", row.state] = row.num
+        counts[row.policy, "trainable", row.state] = int(row.trainable)
     for row in transaction.all(_PROCESSES):
         name = process(row.node, row.life)
         for what in ("pushed", "shared", "duplicate"):
-            found[row.policy, what, name] = int(getattr(row, what))
+            counts[row.policy, what, name] = int(getattr(row, what))
     for row in transaction.all(_FATES):
-        found[row.policy, "fates", FATE_OF.get(row.state, row.state)] += int(row.num)
+        counts[row.policy, "fates", FATE_OF.get(row.state, row.state)] += int(row.num)
     for batch in transaction.all("SELECT policy, step, tokens FROM batches WHERE tokens <> '{}'"):
-        own = (batch.policy, batch.step)
-        found[batch.policy, "replayed", ""] += int(batch_tokens(transaction, *own).num_replayed)
+        key = (batch.policy, batch.step)
+        counts[batch.policy, "replayed", ""] += int(batch_tokens(transaction, *key).num_replayed)
         for fate, num in json.loads(batch.tokens).items():
-            found[batch.policy, "fates", fate] += num
-    return found
+            counts[batch.policy, "fates", fate] += num
+    return counts
 
 
 _PROCESSES = """

@@ -55,22 +55,23 @@ class Evaluations:
         return Done()
 
     def evaluation(self, request: EvaluationRequest) -> EvaluationState:
-        """How far an evaluation is, and once it is complete a part of its results."""
+        """Return how far an evaluation is, and once it is complete a part of its results."""
         if not 0 <= request.rank < request.num_ranks <= MAX_RANKS:
             raise Refused(f"rank={request.rank} must be from 0 to below {request.num_ranks}")
         with self.database.read() as transaction:
-            found = _find(transaction, request.policy, request.step, request.name)
-            if found is None:
+            evaluation = _find(transaction, request.policy, request.step, request.name)
+            if evaluation is None:
                 return EvaluationState(0)
-            left = num_left(transaction, found.id)
-            results = () if left else _results(transaction, found, request)
-        if not left and found.state == "open":
+            num_open = num_left(transaction, evaluation.id)
+            results = () if num_open else _results(transaction, evaluation, request)
+        if not num_open and evaluation.state == "open":
             with self.database.write() as transaction:
+                # Its state is checked again: others may have closed or collected it meanwhile.
                 transaction.run(
                     "UPDATE evaluations SET state = 'complete' WHERE id = ? AND state = 'open'",
-                    found.id,
+                    evaluation.id,
                 )
-        return EvaluationState(found.num_questions, left, results)
+        return EvaluationState(evaluation.num_questions, num_open, results)
 
 
 def _check(request: Evaluate) -> None:
@@ -135,17 +136,18 @@ def take_questions(transaction: Transaction, versions: Mapping[str, int], num: i
     """Choose up to `num` questions for a node that samples with `versions`, oldest first. A node
     that does not name a version gets none of that policy's.
     """
-    taken: list[Lease] = []
-    for each in _open(transaction):
-        if versions.get(each.policy, -1) >= each.step and len(taken) < num:
+    leases: list[Lease] = []
+    for evaluation in _open(transaction):
+        if versions.get(evaluation.policy, -1) >= evaluation.step and len(leases) < num:
+            # Downwards, because questions are numbered from -1 on.
             rows = transaction.all(
                 "SELECT id, attempt, position, task FROM work_items WHERE state = 'waiting'"
                 f" AND evaluation = ? ORDER BY id DESC LIMIT ?"
                 f" {transaction.lock('work_items', skip=True)}",
-                *(each.id, num - len(taken)),
+                *(evaluation.id, num - len(leases)),
             )
-            taken += [question(row, row.attempt + 1, each) for row in rows]
-    return taken
+            leases += [question(row, row.attempt + 1, evaluation) for row in rows]
+    return leases
 
 
 def question(row: Any, attempt: int, evaluation: Any) -> Lease:
@@ -155,7 +157,7 @@ def question(row: Any, attempt: int, evaluation: Any) -> Lease:
 
 
 def evaluation_of(transaction: Transaction, work_item: int, *, is_locked: bool = False) -> Any:
-    """The evaluation's row that a work item is a question of; None for any other."""
+    """Return the evaluation's row that a work item is a question of; None for any other."""
     if work_item >= 0:
         return None
     return transaction.one(
@@ -171,7 +173,7 @@ def settings_of(evaluation: Any) -> EvalSettings:
 
 def is_any_left(transaction: Transaction) -> bool:
     """Tell whether a question waits or is under way."""
-    return any(num_left(transaction, each.id) for each in _open(transaction))
+    return any(num_left(transaction, evaluation.id) for evaluation in _open(transaction))
 
 
 def num_left(transaction: Transaction, evaluation: int) -> int:

@@ -64,9 +64,9 @@ class GroupTokens:
     def of(cls, group: Group, policy: PolicyName) -> GroupTokens:
         rollouts = group.trajectories
         return cls(
-            sum(each.num_tokens(policy) for each in rollouts),
-            sum(each.num_shared(policy) for each in rollouts),
-            sum(each.num_tokens(policy) for each in rollouts if each.error),
+            sum(rollout.num_tokens(policy) for rollout in rollouts),
+            sum(rollout.num_shared(policy) for rollout in rollouts),
+            sum(rollout.num_tokens(policy) for rollout in rollouts if rollout.error),
         )
 
 
@@ -108,8 +108,8 @@ class GroupLimits:
 
     @property
     def max_bytes(self) -> int:
-        """Largest group that this run can produce, without the compression: a bound for what a few
-        bytes of a stranger may grow to.
+        """Return the bytes of the largest group that this run can produce, without the compression:
+        a bound for what a few bytes of a stranger may grow to.
         """
         num_turns = self._group_size * self._max_turns
         num_positions = sum(positions for _, positions in self.models.values())
@@ -122,7 +122,7 @@ class GroupLimits:
 
     @property
     def _reward_bounds(self) -> tuple[float, float]:
-        """Benchmarks have rules, not functions, whose rewards are from 0 to 1."""
+        """Return the bounds of rewards; benchmarks have rules, not functions: from 0 to 1."""
         if self.settings is not None and self.settings.is_benchmark:
             return 0.0, 1.0
         return self.config.reward.low, self.config.reward.high
@@ -146,13 +146,13 @@ class GroupLimits:
                 raise Refused(f"rollout {number}: {problem}")
         trained: dict[PolicyName, TrainedTokens] = {}
         for trajectory in group.trajectories:
-            for policy, found in self._sampled(trajectory):
+            for policy, tokens in self._sampled(trajectory):
                 if not trajectory.error:
-                    trained[policy] = trained[policy] + found if policy in trained else found
-        scored = max((t.branch.version for t in group.trajectories if t.branch), default=0)
+                    trained[policy] = trained[policy] + tokens if policy in trained else tokens
+        scored_version = max((t.branch.version for t in group.trajectories if t.branch), default=0)
         chooser = self.config.train.policy  # of branch points, by one of its versions
         if chooser in trained:
-            newest = max(trained[chooser].max_version, scored)
+            newest = max(trained[chooser].max_version, scored_version)
             trained[chooser] = replace(trained[chooser], max_version=newest)
         return Summary(
             task=task,
@@ -177,11 +177,11 @@ class GroupLimits:
             low, high = self._reward_bounds
             if trajectory.reward is None or not low <= trajectory.reward <= high:
                 return f"the reward is {trajectory.reward}, it must be from {low:g} to {high:g}"
-            own = trajectory.policy_rewards
-            if not all(low <= reward <= high for reward in own.values()):
-                return f"policy_rewards are {own}, they must be from {low:g} to {high:g}"
-            if others := own.keys() - set(self.config.policy_names):
-                return f"it has a reward of {others.pop()!r}, which is no policy of this run"
+            rewards = trajectory.policy_rewards
+            if not all(low <= reward <= high for reward in rewards.values()):
+                return f"policy_rewards are {rewards}, they must be from {low:g} to {high:g}"
+            if strangers := rewards.keys() - set(self.config.policy_names):
+                return f"it has a reward of {strangers.pop()!r}, which is no policy of this run"
             for parts in (trajectory.reward_parts, trajectory.reported):
                 if problem := part_problem(parts):
                     return f"the reward: {problem}"
@@ -200,10 +200,10 @@ class GroupLimits:
 
     def _branch_problem(self, group: Group, number: int) -> str:
         """Say why a rollout cannot have left another one where it says; "" when it can."""
-        own = group.trajectories[number]
-        if (branch := own.branch) is None:
+        rollout = group.trajectories[number]
+        if (branch := rollout.branch) is None:
             return ""
-        if not (0 <= branch.parent < number and _shares_tokens(own, group, branch)):
+        if not (0 <= branch.parent < number and _shares_tokens(rollout, group, branch)):
             return f"it cannot have left another at {branch}"
         newest = _newest_version(group.trajectories[branch.parent], self.config.train.policy)
         scorer = self.config.appo.node_scorer
@@ -254,22 +254,22 @@ class GroupLimits:
         )
 
 
-def _shares_tokens(own: Trajectory, group: Group, branch: BranchPoint) -> bool:
+def _shares_tokens(rollout: Trajectory, group: Group, branch: BranchPoint) -> bool:
     """Tell whether the tokens up to the branch are the parent's, which they give credit to."""
     turns = group.trajectories[branch.parent].turns
-    if not (0 <= branch.turn < min(len(own.turns), len(turns))):
+    if not (0 <= branch.turn < min(len(rollout.turns), len(turns))):
         return False
     if not (branch.token >= 0 and isfinite(branch.score)):
         return False
-    calls = [[turn.call for turn in t[: branch.turn + 1]] for t in (own.turns, turns)]
+    calls = [[turn.call for turn in t[: branch.turn + 1]] for t in (rollout.turns, turns)]
     pairs = list(zip(*calls, strict=True))
-    if any(mine.prompt_ids != theirs.prompt_ids for mine, theirs in pairs):
+    if any(call.prompt_ids != parent_call.prompt_ids for call, parent_call in pairs):
         return False
-    *before, (mine, theirs) = pairs
-    if branch.token > min(len(mine.response_ids), len(theirs.response_ids)):
+    *earlier_calls, (call, parent_call) = pairs
+    if branch.token > min(len(call.response_ids), len(parent_call.response_ids)):
         return False
-    shared = [(a.response_ids, b.response_ids) for a, b in before]
-    shared.append((mine.response_ids[: branch.token], theirs.response_ids[: branch.token]))
+    shared = [(a.response_ids, b.response_ids) for a, b in earlier_calls]
+    shared.append((call.response_ids[: branch.token], parent_call.response_ids[: branch.token]))
     return all(a == b for a, b in shared)
 
 
@@ -284,9 +284,9 @@ def _is_share(value: float) -> bool:
 
 
 def _seconds(turn: Turn) -> tuple[float, ...]:
-    results = [used.result for used in turn.tool_calls]
-    of_tools = [s for result in results for s in (result.seconds, result.wall_s, result.cpu_s)]
-    return turn.seconds, turn.plan_s, *of_tools
+    results = [call.result for call in turn.tool_calls]
+    tool_seconds = [s for result in results for s in (result.seconds, result.wall_s, result.cpu_s)]
+    return turn.seconds, turn.plan_s, *tool_seconds
 
 
 def _turn_rewards_problem(trajectory: Trajectory) -> str:

@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 _CHECK = 0.05
 """Shortest time between two looks for leases that have run out, as a part of what they last."""
 RAN_OUT = "ran out"
-_LAST = (
+_EXTEND = (
     "INSERT INTO live_leases VALUES (?, ?, ?)"
     " ON CONFLICT (work_item) DO UPDATE SET node = excluded.node, until_s = excluded.until_s"
 )
@@ -99,6 +99,7 @@ class LeaseBook:
         for name, version in request.versions.items():
             if not 0 <= version <= MAX_VERSION:
                 raise Refused(f"version {version} of {name[:100]!r} is none")
+        # First without the lock of `meta`, which only drawing new work items needs.
         with self.database.write() as transaction:
             answer = self._answer(transaction, request)
         if answer is None:
@@ -118,21 +119,21 @@ class LeaseBook:
         policies = policy_rows(transaction)
         states = policy_states(policies)
         check_layouts(request.node, json.loads(node.layouts), policies)
-        if request.key and (again := self._granted(transaction, request)):
-            self._heard(transaction, request, node, now)
-            return Leases(tuple(again), states)
+        if request.key and (earlier_leases := self._granted(transaction, request)):
+            self._note_node(transaction, request, node, now)
+            return Leases(tuple(earlier_leases), states)
         self._end_overdue(transaction, now)
         questions = take_questions(transaction, request.versions, request.num)
-        wanted = request.num - len(questions)
-        num, reason = self._allowed(transaction, request, wanted, policies, now)
+        num_wanted = request.num - len(questions)
+        num, reason = self._allowed(transaction, request, num_wanted, policies, now)
         leases = self._take(transaction, num)
         if len(leases) < num:
             if meta is None:
                 return None
             self.prompts.draw(transaction, meta, num - len(leases))
-            leases = self._take(transaction, num)
+            leases = self._take(transaction, num)  # with those found before, granted below
         granted = (*questions, *leases)
-        self._heard(transaction, request, node, now)
+        self._note_node(transaction, request, node, now)
         self._grant(transaction, request, granted, now)
         if len(leases) < num:
             reason = "filtered"
@@ -153,7 +154,7 @@ class LeaseBook:
             raise Refused(f"node {request.node!r}: another process has joined by its name")
         return node
 
-    def _heard(
+    def _note_node(
         self, transaction: Transaction, request: LeaseRequest, node: Any, now: float
     ) -> None:
         """Note what the node reports about itself."""
@@ -172,7 +173,7 @@ class LeaseBook:
         note_sampled(transaction, self.config, request.node, request.life, request.sampled)
 
     def _granted(self, transaction: Transaction, request: LeaseRequest) -> list[Lease]:
-        """The answer to an earlier request with the same key; the leases may have ended since."""
+        """Return the leases of an earlier request with the same key; they may have ended since."""
         rows = transaction.all(
             "SELECT l.work_item AS id, l.attempt, w.position, w.task FROM leases l"
             " JOIN work_items w ON w.id = l.work_item WHERE l.node = ? AND l.key = ?"
@@ -181,13 +182,13 @@ class LeaseBook:
             request.key,
         )
         return [
-            self._made(row, row.attempt)
+            self._lease_of(row, row.attempt)
             if row.id > 0
             else question(row, row.attempt, evaluation_of(transaction, row.id))
             for row in rows
         ]
 
-    def _made(self, row: Any, attempt: int) -> Lease:
+    def _lease_of(self, row: Any, attempt: int) -> Lease:
         """Make the lease of a work item to train; its seed is the same for every attempt."""
         seed = derive_seed(self.config.run.seed, "unit", row.id)
         return Lease(row.id, attempt, unpack(bytes(row.task), Task), seed, row.position)
@@ -222,22 +223,21 @@ class LeaseBook:
         self,
         transaction: Transaction,
         request: LeaseRequest,
-        wanted: int,
+        num_wanted: int,
         policies: Sequence[Any],
         now: float,
     ) -> tuple[int, str]:
-        """How many leases of work to train the node may have, and why they are fewer than it wants.
+        """Return how many leases of work to train the node may have, and why fewer than it wants.
         Requests of one moment do not see each other's leases, so a few more may be under way.
         """
-        under_way = num_leased(transaction)
-        openings = Openings(policies, under_way, now, self.config.dataflow)
-        num, reason = openings.room(request.versions, wanted)
+        openings = Openings(policies, num_leased(transaction), now, self.config.dataflow)
+        num, reason = openings.room(request.versions, num_wanted)
         if reason == "done" and is_any_left(transaction):
             reason = "evaluating"
         return num, reason
 
     def _retry_s(self, transaction: Transaction, reason: str, now: float) -> float:
-        """When to ask again: the more nodes there are, the later."""
+        """Return when to ask again: the more nodes there are, the later."""
         if reason not in WAITING:
             return _RETRY_S[reason]
         nodes = transaction.one(
@@ -259,7 +259,7 @@ class LeaseBook:
                     f" {transaction.lock('work_items', skip=True)}",
                     num - len(rows),
                 )
-        return [self._made(row, row.attempt + 1) for row in rows]
+        return [self._lease_of(row, row.attempt + 1) for row in rows]
 
     def _grant(
         self, transaction: Transaction, request: LeaseRequest, leases: Sequence[Lease], now: float
@@ -269,7 +269,7 @@ class LeaseBook:
             "UPDATE work_items SET state = 'leased', attempt = ? WHERE id = ?",
             [(lease.attempt, lease.work_item) for lease in leases],
         )
-        transaction.many(_LAST, [(lease.work_item, request.node, until) for lease in leases])
+        transaction.many(_EXTEND, [(lease.work_item, request.node, until) for lease in leases])
         common = (request.node, request.life, request.key, now, "")
         transaction.many(
             f"INSERT INTO leases VALUES {marks(range(7))}",
@@ -299,10 +299,10 @@ class LeaseBook:
                 request.life,
                 *(work_item for work_item, _ in leases),
             )
-            held = [row for row in rows if (row.id, row.attempt) in leases]
+            renewable = [row for row in rows if (row.id, row.attempt) in leases]
             until = now + self.config.dataflow.lease_s
-            transaction.many(_LAST, [(row.id, request.node, until) for row in held])
-            taken_back = [(row.id, row.attempt) for row in held if row.state == "waiting"]
+            transaction.many(_EXTEND, [(row.id, request.node, until) for row in renewable])
+            taken_back = [(row.id, row.attempt) for row in renewable if row.state == "waiting"]
             transaction.many(
                 "UPDATE work_items SET state = 'leased' WHERE id = ? AND attempt = ?", taken_back
             )
@@ -313,14 +313,14 @@ class LeaseBook:
             if is_known:
                 note_sampled(transaction, self.config, request.node, request.life, request.sampled)
             policies = transaction.all("SELECT * FROM policies")
-        kept = {(row.id, row.attempt) for row in held}
-        lost = tuple(work_item for work_item, attempt in leases if (work_item, attempt) not in kept)
+        renewed = {(row.id, row.attempt) for row in renewable}
+        lost = tuple(number for number, attempt in leases if (number, attempt) not in renewed)
         return Renewed(lost, policy_states(policies))
 
     def release(self, request: Release) -> Done:
         leases = _bounded(request.work_items, 0 if request.life else 1)
         with self.database.write() as transaction:
-            ended = transaction.run(
+            num_ended = transaction.run(
                 "UPDATE nodes SET is_current = 0 WHERE name = ? AND life = ? AND is_current = 1",
                 *(request.node, request.life),
             )
@@ -331,24 +331,24 @@ class LeaseBook:
                 f" WHERE w.state = 'leased' AND l.node = ? AND w.id IN {marks(leases)}",
                 *(request.node, *(work_item for work_item, _ in leases)),
             )
-            held = [(row.id, row.attempt) for row in rows if (row.id, row.attempt) in leases]
+            keys = [(row.id, row.attempt) for row in rows if (row.id, row.attempt) in leases]
             ending, options = f"released: {request.reason[:200]}", self.config.dataflow
-            end_leases(transaction, held, ending, options, is_failure=request.is_failure)
+            end_leases(transaction, keys, ending, options, is_failure=request.is_failure)
             for life in sorted({row.life for row in rows}):
                 note_sampled(transaction, self.config, request.node, life, request.sampled)
-        if ended:
+        if num_ended:
             _log.info("node %s ended: %s", request.node, request.reason[:200] or "its work is done")
         return Done()
 
 
 def end_leases_of(transaction: Transaction, node: str, ending: str, options: Dataflow) -> None:
     """End all leases that a node holds."""
-    held = transaction.all(
+    rows = transaction.all(
         "SELECT w.id, w.attempt FROM work_items w JOIN live_leases v ON v.work_item = w.id"
         f" WHERE v.node = ? AND w.state = 'leased' ORDER BY w.id {transaction.lock('w')}",
         node,
     )
-    end_leases(transaction, [(row.id, row.attempt) for row in held], ending, options)
+    end_leases(transaction, [(row.id, row.attempt) for row in rows], ending, options)
 
 
 def end_leases(
@@ -394,7 +394,7 @@ def _lock_work_items(transaction: Transaction, leases: Sequence[tuple[int, int]]
     )
 
 
-def _bounded(work_items: Sequence[tuple[int, int]], least: int = 1) -> Sequence[tuple[int, int]]:
-    if not least <= len(work_items) <= MAX_WORK_ITEMS:
-        raise Refused(f"{len(work_items)} work items: name {least} to {MAX_WORK_ITEMS} of them")
+def _bounded(work_items: Sequence[tuple[int, int]], minimum: int = 1) -> Sequence[tuple[int, int]]:
+    if not minimum <= len(work_items) <= MAX_WORK_ITEMS:
+        raise Refused(f"{len(work_items)} work items: name {minimum} to {MAX_WORK_ITEMS} of them")
     return work_items

@@ -52,7 +52,7 @@ class Ledger:
         self._prompts = Prompts(order, rules.prompt_filter, config.run.seed)
         self._pool_size = PoolSize()
         self.database = connect(database, clock)
-        self.run: str = prepare(self.database, _fixed(config))
+        self.run: str = prepare(self.database, _fixed_options(config))
         """Identity of the run."""
         if changed := self._prompts.open(self.database):
             raise UserError(
@@ -95,8 +95,8 @@ class Ledger:
 
     def status(self) -> dict[str, Any]:
         with self.database.read() as transaction:
-            found = report(transaction, self.run, self.config.dataflow)
-        return {**found, "pool": self._pool_size.of(found)}
+            snapshot = report(transaction, self.run, self.config.dataflow)
+        return {**snapshot, "pool": self._pool_size.of(snapshot)}
 
     def audit(self) -> Audit:
         with self.database.read() as transaction:
@@ -114,9 +114,9 @@ def open_ledger(config: Config, database: str | Path) -> Ledger:
     return Ledger(database, config, task_set(config).cursor(config.run.seed, 0))
 
 
-def _fixed(config: Config) -> str:
-    """The options that define the work items, a line each; the others may change during a run."""
-    whole = config.model_dump(mode="json")
+def _fixed_options(config: Config) -> str:
+    """Return the options that define the work items, a line each; the run may change others."""
+    options = config.model_dump(mode="json")
     lines = []
     for key in (
         "run.seed",
@@ -125,7 +125,7 @@ def _fixed(config: Config) -> str:
         "dataflow.prompt_filter",
     ):
         section, name = key.split(".")
-        lines.append(f"{key} = {json.dumps(whole[section][name], sort_keys=True)}")
-    given = config.options_of(rule := config.dataflow.prompt_filter)
-    lines.append(f"plugins.{rule.rpartition(':')[2]} = {json.dumps(given, sort_keys=True)}")
+        lines.append(f"{key} = {json.dumps(options[section][name], sort_keys=True)}")
+    rule_options = config.options_of(rule := config.dataflow.prompt_filter)
+    lines.append(f"plugins.{rule.rpartition(':')[2]} = {json.dumps(rule_options, sort_keys=True)}")
     return "\n".join(lines)

@@ -35,8 +35,8 @@ class Nodes:
         with locked(self.database) as (transaction, meta):
             policies = transaction.all("SELECT * FROM policies")
             check_layouts(request.node, request.layouts, policies)
-            known = "SELECT life FROM nodes WHERE name = ? AND life = ?"
-            if not transaction.one(known, request.node, request.life):
+            query = "SELECT life FROM nodes WHERE name = ? AND life = ?"
+            if not transaction.one(query, request.node, request.life):
                 self._begin(transaction, request)
             elif request.layouts:  # it had no engines yet when it joined first
                 transaction.run(
@@ -61,11 +61,11 @@ class Nodes:
         pools that come and go give each node a name of its own.
         """
         now = transaction.now()
-        last = transaction.one(
+        previous = transaction.one(
             "SELECT busy_s, waited_s FROM nodes WHERE name = ? ORDER BY seen_s DESC LIMIT 1",
             request.node,
         )
-        seconds = (0.0, 0.0) if last is None else (last.busy_s, last.waited_s)
+        seconds = (0.0, 0.0) if previous is None else (previous.busy_s, previous.waited_s)
         silent_s = max(_RETIRED_S, 2 * self.config.dataflow.wait_s)
         transaction.run("DELETE FROM nodes WHERE seen_s < ?", now - silent_s)
         transaction.run(
@@ -75,4 +75,4 @@ class Nodes:
         row = (request.node, request.life, 1, now, now, layouts, "{}", "", *seconds)
         transaction.run(f"INSERT INTO nodes VALUES {marks(row)}", *row)
         end_leases_of(transaction, request.node, "node began anew", self.config.dataflow)
-        _log.info("node %s %s", request.node, "joined" if last is None else "began anew")
+        _log.info("node %s %s", request.node, "joined" if previous is None else "began anew")

@@ -70,20 +70,20 @@ def num_leased(transaction: Transaction) -> int:
     count takes no longer the more there are.
     """
     # Without the plus SQLite would read all work items that there ever were, by another index.
-    others = " - ".join(
+    other_states = " - ".join(
         f"(SELECT count(*) FROM work_items WHERE state = '{state}' AND +evaluation = 0)"
         for state in ("waiting", "drawn", "failed")
     )
     row = transaction.one(
-        f"SELECT num_work_items - num_groups - {others}"
+        f"SELECT num_work_items - num_groups - {other_states}"
         " - (SELECT count(*) FROM groups WHERE event IS NULL) AS num FROM meta"
     )
     return int(row.num)
 
 
 def read_events(transaction: Transaction, after: int, to: int) -> list[Event]:
-    """Events with numbers from `after` + 1 to `to`; the versions are those of the policy registered
-    first.
+    """Read the events with numbers from `after` + 1 to `to`; the versions are those of the policy
+    registered first.
     """
     groups = transaction.all(
         "SELECT g.event, g.work_item, g.rewards, g.num_tokens, g.pushed_s, w.task_id, w.kind"
@@ -93,15 +93,15 @@ def read_events(transaction: Transaction, after: int, to: int) -> list[Event]:
     bumps = transaction.all(
         "SELECT event, version FROM bumps WHERE event > ? AND event <= ?", after, to
     )
-    found = [Event(row.event, outcome(row)) for row in groups]
-    found += [Event(row.event, None, row.version) for row in bumps]
-    return sorted(found, key=lambda event: event.number)
+    events = [Event(row.event, outcome(row)) for row in groups]
+    events += [Event(row.event, None, row.version) for row in bumps]
+    return sorted(events, key=lambda event: event.number)
 
 
 def outcome(row: Any) -> Outcome:
     rewards = tuple(json.loads(row.rewards))
-    of_task = (row.work_item, row.task_id, row.kind)
-    return Outcome(*of_task, rewards, row.num_tokens, row.pushed_s)
+    task_fields = (row.work_item, row.task_id, row.kind)
+    return Outcome(*task_fields, rewards, row.num_tokens, row.pushed_s)
 
 
 def candidate(row: Any, max_staleness: int) -> Candidate:
@@ -150,7 +150,7 @@ class Prompts:
     @contextmanager
     def drawing(self, database: Database) -> Iterator[tuple[Transaction, Any]]:
         """Begin a transaction that may draw, as a context: it, and the locked row of `meta`."""
-        with self._mutex:
+        with self._mutex:  # what the filter has observed is a state of this process alone
             if self._has_state:
                 self._catch_up(database)
             with locked(database) as (transaction, meta):
@@ -159,8 +159,8 @@ class Prompts:
     def _catch_up(self, database: Database) -> None:
         """Number the groups that were pushed until now, and observe all events."""
         with database.read() as transaction:
-            new = transaction.one("SELECT work_item FROM groups WHERE event IS NULL LIMIT 1")
-        if new is not None:
+            group = transaction.one("SELECT work_item FROM groups WHERE event IS NULL LIMIT 1")
+        if group is not None:
             with locked(database) as (transaction, meta):
                 number_groups(transaction, meta.num_events)
         while events := self._next_events(database):
@@ -223,9 +223,9 @@ class Prompts:
                 _CHECKED,
             )
         for row in rows:
-            old = unpack(bytes(row.task), Task)
-            new = unpack(pack(self._tasks[row.position]), Task)
-            if old != new:
-                return f"the task at {row.position} was {old.id!r} and is {new.id!r} now"
+            old_task = unpack(bytes(row.task), Task)
+            new_task = unpack(pack(self._tasks[row.position]), Task)
+            if old_task != new_task:
+                return f"the task at {row.position} was {old_task.id!r} and is {new_task.id!r} now"
         self._tasks[position]
         return ""

@@ -8,7 +8,7 @@ import json
 import threading
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowtrain.config import Config
 from flowtrain.records import Task
@@ -16,12 +16,7 @@ from flowtrain.rollouts.codec import decoded, inflated, unpack
 from flowtrain.rollouts.contract import Push, Pushed, Refused, Unavailable
 from flowtrain.rollouts.ledger.counters import count_groups
 from flowtrain.rollouts.ledger.evaluations import evaluation_of, settings_of
-from flowtrain.rollouts.ledger.group_checks import (
-    NO_TOKENS,
-    GroupLimits,
-    Summary,
-    TrainedTokens,
-)
+from flowtrain.rollouts.ledger.group_checks import NO_TOKENS, GroupLimits, Summary, TrainedTokens
 from flowtrain.rollouts.ledger.sql import Database, Transaction, marks
 from flowtrain.rollouts.ledger.token_accounts import note_group, note_sampled
 from flowtrain.rollouts.rules import GroupFilter, Outcome
@@ -29,6 +24,18 @@ from flowtrain.rollouts.rules import GroupFilter, Outcome
 _LARGE = threading.Lock()
 _LARGE_BYTES = 8 << 20
 """Groups of more bytes are decoded one at a time: as objects they take up to 17 times as much."""
+
+
+class _Share(NamedTuple):
+    """A row of `shares`: what a group is to one policy."""
+
+    work_item: int
+    policy: str
+    state: str
+    min_version: int
+    num_tokens: int
+    step: int | None
+    """The step with which it was left out; None: it is fresh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +63,12 @@ class Pushes:
             {row.name: (row.vocab_size, row.max_positions) for row in policies},
             None if evaluation is None else settings_of(evaluation),
         )
+        # Before any row is locked, because to decode and check a large group takes long.
         plain = inflated(request.payload, limits.max_bytes)
         with _LARGE if len(plain) > _LARGE_BYTES else nullcontext():
             summary = limits.check(decoded(plain, limits.max_bytes))
         with self.database.write() as transaction:
+            # Locked, so that of two pushes of a work item the second finds it committed.
             work_item = transaction.one(
                 f"SELECT * FROM work_items WHERE id = ? {transaction.lock('work_items')}",
                 request.work_item,
@@ -91,7 +100,8 @@ class Pushes:
         for policy in transaction.all("SELECT name, newest FROM policies"):
             _check_version(policy, summary.trained.get(policy.name, NO_TOKENS))
         versions = {
-            name: (found.min_version, found.max_version) for name, found in summary.trained.items()
+            name: (tokens.min_version, tokens.max_version)
+            for name, tokens in summary.trained.items()
         }
         row = (
             *(request.work_item, request.node, request.attempt),
@@ -115,12 +125,7 @@ class Pushes:
         note_sampled(transaction, self.config, request.node, lease.life, request.sampled)
 
     def _commit(
-        self,
-        transaction: Transaction,
-        request: Push,
-        lease: Any,
-        work_item: Any,
-        summary: Summary,
+        self, transaction: Transaction, request: Push, lease: Any, work_item: Any, summary: Summary
     ) -> None:
         rewards = json.dumps(summary.rewards)
         now = transaction.now()
@@ -131,26 +136,28 @@ class Pushes:
         transaction.count("", "pushes", request.node, 1)
         shares = self._shares(transaction, work_item, summary, now)
         transaction.many(f"INSERT INTO shares VALUES {marks(range(6))}", shares)
-        left = {policy: (state, num) for _, policy, state, _, num, _ in shares if state != "fresh"}
-        for policy, found in summary.tokens.items():
+        left_out = {share.policy: share for share in shares if share.state != "fresh"}
+        for policy, tokens in summary.tokens.items():
             if policy not in summary.checked:
-                transaction.count(policy, "fates", "no_trainer", found.num_tokens)
-            elif policy in left:
-                state, num = left[policy]
-                count_groups(transaction, (policy, state), 1, num, found.num_tokens)
-        if any(state == "fresh" for _, _, state, *_ in shares):
+                transaction.count(policy, "fates", "no_trainer", tokens.num_tokens)
+            elif policy in left_out:
+                share = left_out[policy]
+                fate, num_trainable = (policy, share.state), share.num_tokens
+                count_groups(transaction, fate, 1, num_trainable, tokens.num_tokens)
+        if any(share.state == "fresh" for share in shares):
             values = (work_item.id, request.payload)
             transaction.run("INSERT INTO payloads VALUES (?, ?)", *values)
 
     def _shares(
         self, transaction: Transaction, work_item: Any, summary: Summary, now: float
-    ) -> list[tuple[int, str, str, int, int, int | None]]:
-        """(work item, policy, state, min_version, num_tokens, step) for each registered policy."""
-        of_task = (work_item.id, work_item.task_id, work_item.kind)
-        outcome = Outcome(*of_task, summary.rewards, summary.num_tokens, now)
+    ) -> list[_Share]:
+        """Make the share of each registered policy."""
+        task_fields = (work_item.id, work_item.task_id, work_item.kind)
+        outcome = Outcome(*task_fields, summary.rewards, summary.num_tokens, now)
         is_kept = self.group_filter.keeps(outcome)
-        shares: list[tuple[int, str, str, int, int, int | None]] = []
+        shares: list[_Share] = []
         for policy in transaction.all("SELECT name, newest, is_done FROM policies"):
+            # It registered after the group was checked, which did not know its model's bounds.
             if policy.name not in summary.checked:
                 raise Unavailable(f"the trainer of {policy.name} has just begun; push again")
             trained = summary.trained.get(policy.name, NO_TOKENS)
@@ -163,7 +170,7 @@ class Pushes:
                 state = "fresh" if is_kept else "filtered"
             step = None if state == "fresh" else policy.newest + 1
             counts = (trained.min_version, trained.num_tokens, step)
-            shares.append((int(work_item.id), policy.name, state, *counts))
+            shares.append(_Share(int(work_item.id), policy.name, state, *counts))
         return shares
 
 

@@ -64,16 +64,16 @@ def _work_items(transaction: Transaction, num: int) -> dict[str, int]:
 
 
 def _evaluations(transaction: Transaction) -> list[dict[str, Any]]:
-    """Those that are open, in the order in which they were asked for."""
-    found = []
+    """Report the open evaluations in the order in which they were asked for."""
+    evaluations = []
     for row in transaction.all("SELECT * FROM evaluations WHERE state = 'open' ORDER BY id"):
         # One by one, or PostgreSQL would look for their questions among all work items.
         states = transaction.all(
             "SELECT state, count(*) AS num FROM work_items WHERE evaluation = ? GROUP BY state",
             row.id,
         )
-        counts = {each.state: each.num for each in states}
-        found.append(
+        counts = {entry.state: entry.num for entry in states}
+        evaluations.append(
             {
                 **{key: getattr(row, key) for key in ("policy", "step", "name", "num_questions")},
                 "num_done": counts.get("committed", 0),
@@ -81,7 +81,7 @@ def _evaluations(transaction: Transaction) -> list[dict[str, Any]]:
                 "num_failed": counts.get("failed", 0),
             }
         )
-    return found
+    return evaluations
 
 
 def _policy(transaction: Transaction, policy: Any, now: float, options: Dataflow) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _policy(transaction: Transaction, policy: Any, now: float, options: Dataflow
 
 
 def _groups(transaction: Transaction, policy: str) -> dict[str, dict[str, float]]:
-    """The number of groups by state, and the mean number of their tokens to train."""
+    """Report the number of groups by state, and the mean number of their tokens to train."""
     fresh = transaction.one(
         "SELECT count(*) AS num, coalesce(sum(num_tokens), 0) AS trainable FROM shares"
         " WHERE policy = ? AND state = 'fresh'",
@@ -121,9 +121,9 @@ def _groups(transaction: Transaction, policy: str) -> dict[str, dict[str, float]
     num = {"fresh": fresh.num} | read_counters(transaction, policy, "groups")
     trainable = {"fresh": int(fresh.trainable)} | read_counters(transaction, policy, "trainable")
     return {
-        state: {"num": each, "tokens_mean": trainable.get(state, 0) / each}
-        for state, each in num.items()
-        if each
+        state: {"num": count, "tokens_mean": trainable.get(state, 0) / count}
+        for state, count in num.items()
+        if count
     }
 
 
@@ -144,7 +144,7 @@ def _node(node: Any, num_groups: int, recent: Any, now: float, lease_s: float) -
 
 
 def _node_rows(transaction: Transaction) -> list[Any]:
-    """The newest process of each node, with the seconds of all its processes."""
+    """Read the newest process of each node, with the seconds of all its processes."""
     return transaction.all(
         "SELECT n.name, n.seen_s, n.joined_s, n.versions, n.busy_s, n.waited_s, n.is_current,"
         " coalesce(l.num, 0) AS num_leased FROM nodes n"

@@ -151,9 +151,9 @@ def prepare(database: Database, fixed: str) -> str:
             transaction.run("INSERT INTO meta VALUES (?, ?, 0, 0, 0, 0)", VERSION, run)
             transaction.run("INSERT INTO settings VALUES (?)", fixed)
         meta = meta_row(transaction, database.name)
-        old = transaction.one("SELECT fixed FROM settings").fixed
-        if old != fixed:
-            pairs = zip(old.splitlines(), fixed.splitlines(), strict=True)
+        stored = transaction.one("SELECT fixed FROM settings").fixed
+        if stored != fixed:
+            pairs = zip(stored.splitlines(), fixed.splitlines(), strict=True)
             changed = next(f"{old!r} is {new!r} now" for old, new in pairs if old != new)
             raise UserError(
                 f"{database.name} belongs to a run with other options ({changed}): give them as "
@@ -163,7 +163,7 @@ def prepare(database: Database, fixed: str) -> str:
 
 
 def meta_row(transaction: Transaction, name: str) -> Any:
-    """The row of `meta`. UserError, which names the database, unless it is a ledger with this
+    """Read the row of `meta`. UserError, which names the database, unless it is a ledger with this
     schema.
     """
     meta: Any = transaction.one("SELECT * FROM meta") if _is_made(transaction) else None
@@ -179,8 +179,8 @@ def meta_row(transaction: Transaction, name: str) -> Any:
 
 @contextmanager
 def locked(database: Database) -> Iterator[tuple[Transaction, Any]]:
-    """A transaction that holds the lock of `meta`, and the row of `meta`; one at a time over all
-    processes.
+    """Begin a transaction that holds the lock of `meta`; yield it and the row of `meta`; one at a
+    time over all processes.
     """
     with database.write() as transaction:
         yield transaction, transaction.one(f"SELECT * FROM meta {transaction.lock('meta')}")

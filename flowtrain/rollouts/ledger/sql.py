@@ -49,8 +49,8 @@ class Transaction:
         return float(self.one("SELECT extract(epoch FROM clock_timestamp()) AS now").now)
 
     def lock(self, table: str, *, skip: bool = False) -> str:
-        """The end of a SELECT that locks its rows of `table` until the transaction ends; with
-        `skip` it leaves out rows that others have locked. Empty on SQLite.
+        """Return the end of a SELECT that locks its rows of `table` until the transaction ends;
+        with `skip` it leaves out rows that others have locked. Empty on SQLite.
         """
         if not self._has_row_locks:
             return ""
@@ -61,7 +61,7 @@ class Transaction:
         return self._cursor.fetchall()
 
     def one(self, statement: str, *values: object) -> Any:
-        """The first row, or None."""
+        """Return the first row, or None."""
         self.run(statement, *values)
         return self._cursor.fetchone()
 
@@ -93,7 +93,7 @@ class Transaction:
 
 
 def marks(values: Iterable[object]) -> str:
-    """Example: marks("abc") is "(?, ?, ?)", for `IN`; nothing is in marks("")."""
+    """Write marks for `IN`: marks("abc") is "(?, ?, ?)"; nothing is in marks("")."""
     return f"({', '.join('?' for _ in values) or 'NULL'})"
 
 
@@ -247,7 +247,7 @@ class SqliteDatabase(Database):
         connection = sqlite3.connect(
             self._path, timeout=WAIT_S, isolation_level=None, check_same_thread=False
         )
-        connection.row_factory = _named
+        connection.row_factory = _named_row
         use_write_ahead_log(connection, WAIT_S)
         connection.execute("PRAGMA synchronous = FULL")
         return connection
@@ -280,7 +280,7 @@ def _row_type(names: tuple[str, ...]) -> Any:
     return namedtuple("Row", names)
 
 
-def _named(cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> Any:
+def _named_row(cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> Any:
     return _row_type(tuple(column[0] for column in cursor.description))._make(row)
 
 
@@ -345,9 +345,9 @@ class PostgresDatabase(Database):
             "statement_timeout": wait,
             "idle_in_transaction_session_timeout": wait,
         }
-        given = self._psycopg.conninfo.conninfo_to_dict(self._url).get("options") or ""
+        url_options = self._psycopg.conninfo.conninfo_to_dict(self._url).get("options") or ""
         options = " ".join(
-            [str(given), *(f"-c {name}={value}" for name, value in settings.items())]
+            [str(url_options), *(f"-c {name}={value}" for name, value in settings.items())]
         )
         try:
             return self._psycopg.connect(

@@ -53,21 +53,21 @@ def note_group(
     """Note the tokens of a lease's group, once. Where its node does not say what it samples, it has
     sampled what it pushes.
     """
-    own = (lease.work_item, lease.attempt)
-    if transaction.one("SELECT policy FROM tokens WHERE work_item = ? AND attempt = ?", *own):
+    key = (lease.work_item, lease.attempt)
+    if transaction.one("SELECT policy FROM tokens WHERE work_item = ? AND attempt = ?", *key):
         return
     name = process(lease.node, lease.life)
-    for policy, found in tokens.items():
-        if not found.num_tokens:
+    for policy, counts in tokens.items():
+        if not counts.num_tokens:
             continue
-        row = (*own, policy, found.num_tokens, found.num_shared, found.num_failed)
+        row = (*key, policy, counts.num_tokens, counts.num_shared, counts.num_failed)
         transaction.run(f"INSERT INTO tokens VALUES {marks(row)}", *row)
-        num_own = found.num_tokens - found.num_shared
+        num_own = counts.num_tokens - counts.num_shared
         transaction.count(policy, "pushed", name, num_own)
         if is_duplicate:
             transaction.count(policy, "duplicate", name, num_own)
         else:
-            transaction.count(policy, "shared", name, found.num_shared)
+            transaction.count(policy, "shared", name, counts.num_shared)
         if policy not in sampled:
             transaction.run(
                 f"INSERT INTO sampled VALUES {marks(range(4))} ON CONFLICT (node, life, policy)"
@@ -83,21 +83,22 @@ def note_batch(transaction: Transaction, policy: str, step: int, tokens: Mapping
     is_sound = all(len(name) <= 100 and 0 <= num <= _MOST for name, num in tokens.items())
     if len(tokens) > _MAX_REASONS or not is_sound:
         raise Refused(f"the tokens of step {step} are no account of a batch")
-    own = (policy, step)
-    batch = transaction.one("SELECT tokens FROM batches WHERE policy = ? AND step = ?", *own)
+    batch_key = (policy, step)
+    batch = transaction.one("SELECT tokens FROM batches WHERE policy = ? AND step = ?", *batch_key)
     if batch is None:
         return
     transaction.run(
         "UPDATE batches SET tokens = ? WHERE policy = ? AND step = ?",
         *(json.dumps(dict(tokens)), policy, step),
     )
-    told_before = json.loads(batch.tokens)
-    for fate, num in told_before.items():
+    # A trainer that resumes tells of a batch again, so what it told first is taken back.
+    earlier_tokens = json.loads(batch.tokens)
+    for fate, num in earlier_tokens.items():
         transaction.count(policy, "fates", fate, -num)
     for fate, num in tokens.items():
         transaction.count(policy, "fates", fate, num)
-    if not told_before:
-        groups = batch_tokens(transaction, *own)
+    if not earlier_tokens:
+        groups = batch_tokens(transaction, *batch_key)
         transaction.count(policy, "fates", FATE_OF["assigned"], -int(groups.num_tokens))
         transaction.count(policy, "replayed", "", int(groups.num_replayed))
 
@@ -118,13 +119,13 @@ def token_account(transaction: Transaction, policy: str) -> TokenAccount:
     )
     total = "SELECT coalesce(sum(num_tokens), 0) AS num FROM sampled WHERE policy = ?"
     sampled = int(transaction.one(total, policy).num)
-    under_way = _under_way(transaction, policy)
+    under_way = _tokens_under_way(transaction, policy)
     fates["waiting"] += int(waiting.num)
     fates["duplicate"] += duplicate
     fates["under_way"] += under_way
     fates[LOST] += sampled - pushed - under_way
-    known = {name: num for name, num in fates.items() if num}
-    return TokenAccount(sampled, shared, replayed, known)
+    nonzero = {name: num for name, num in fates.items() if num}
+    return TokenAccount(sampled, shared, replayed, nonzero)
 
 
 def token_problems(transaction: Transaction) -> Iterator[str]:
@@ -150,7 +151,7 @@ def token_problems(transaction: Transaction) -> Iterator[str]:
             )
 
 
-def _under_way(transaction: Transaction, policy: str) -> int:
+def _tokens_under_way(transaction: Transaction, policy: str) -> int:
     """Sum what the processes that have leases now have sampled and not pushed."""
     row = transaction.one(
         "SELECT coalesce(sum(s.num_tokens - coalesce(c.num, 0)), 0) AS num FROM"

@@ -68,35 +68,35 @@ class Trainers:
         """Return whether this process has registered before, and note it if not. A trainer that
         sends no `life` counts as a new process each time.
         """
-        own = (request.policy, request.life)
-        if not transaction.one("SELECT life FROM trainers WHERE policy = ? AND life = ?", *own):
-            row = (*own, transaction.now(), request.step)
+        key = (request.policy, request.life)
+        if not transaction.one("SELECT life FROM trainers WHERE policy = ? AND life = ?", *key):
+            row = (*key, transaction.now(), request.step)
             transaction.run(f"INSERT INTO trainers VALUES {marks(row)}", *row)
             return False
         return bool(request.life)
 
     def _begin(self, transaction: Transaction, request: Register) -> None:
-        old = transaction.one("SELECT * FROM policies WHERE name = ?", request.policy)
-        described = (
+        policy = transaction.one("SELECT * FROM policies WHERE name = ?", request.policy)
+        description = (
             *(request.layout, request.store, request.num_groups, request.max_staleness),
             *(request.vocab_size, request.max_positions),
         )
         step, life = request.step, request.life
-        if old is None:
+        if policy is None:
             number = transaction.one("SELECT count(*) AS num FROM policies").num + 1
             state = (step, step, step, step, 0, transaction.now(), 0.0, 0.0, life)
-            row = (request.policy, number, *described, *state)
+            row = (request.policy, number, *description, *state)
             transaction.run(f"INSERT INTO policies VALUES {marks(row)}", *row)
             return
-        if old.newest:
-            _check_resumed(transaction, request, old)
+        if policy.newest:
+            _check_resumed(transaction, request, policy)
         transaction.run(
             "UPDATE policies SET layout = ?, store = ?, num_groups = ?, max_staleness = ?,"
             " vocab_size = ?, max_positions = ?, version = ?, newest = ?, checkpoint = ?,"
             " is_done = 0, seen_s = ?, life = ? WHERE name = ?",
-            *described,
+            *description,
             step,
-            max(old.newest, step),
+            max(policy.newest, step),
             step,
             transaction.now(),
             life,
@@ -143,32 +143,32 @@ class Trainers:
         return Done()
 
 
-def _check_resumed(transaction: Transaction, request: Register, old: Any) -> None:
+def _check_resumed(transaction: Transaction, request: Register, policy: Any) -> None:
     """Raises Refused unless the stored batches let training go on from that checkpoint."""
-    if request.layout != old.layout:
+    if request.layout != policy.layout:
         raise Refused(
-            f"{old.name} has layout {request.layout}, this run has trained one of {old.layout}: "
-            "give the model it began with"
+            f"{policy.name} has layout {request.layout}, this run has trained one of "
+            f"{policy.layout}: give the model it began with"
         )
-    if request.step > old.newest:
+    if request.step > policy.newest:
         raise Refused(
             f"a checkpoint of step {request.step} is of another run: this one has put together "
-            f"{old.newest} batches"
+            f"{policy.newest} batches"
         )
-    later = (old.name, request.step)
+    key = (policy.name, request.step)
     num_batches = transaction.one(
-        "SELECT count(*) AS num FROM batches WHERE policy = ? AND step > ?", *later
+        "SELECT count(*) AS num FROM batches WHERE policy = ? AND step > ?", *key
     ).num
     num_lost = transaction.one(
         "SELECT count(*) AS num FROM assignments a"
         " LEFT JOIN payloads d ON d.work_item = a.work_item"
         " WHERE a.policy = ? AND a.step > ? AND d.work_item IS NULL",
-        *later,
+        *key,
     ).num
-    if num_lost or num_batches < old.newest - request.step:
+    if num_lost or num_batches < policy.newest - request.step:
         raise Refused(
-            f"the batches after step {request.step} are gone; {old.name} had a checkpoint of step "
-            f"{old.checkpoint}, resume from it"
+            f"the batches after step {request.step} are gone; {policy.name} had a checkpoint of "
+            f"step {policy.checkpoint}, resume from it"
         )
 
 
@@ -214,8 +214,8 @@ def _forget_results(transaction: Transaction, policy: str, evaluated: int) -> No
 def heard_policy(
     transaction: Transaction, name: str, timeout_s: float, life: str | None = None
 ) -> Any:
-    """The policy's row; notes that its trainer is alive. Raises Refused when another process than
-    `life` registered last; None: any may ask.
+    """Return the policy's row, and note that its trainer is alive. Raises Refused when another
+    process than `life` registered last; None: any may ask.
     """
     now = transaction.now()
     policy = transaction.one("SELECT * FROM policies WHERE name = ?", name)
@@ -229,8 +229,8 @@ def heard_policy(
 
 
 def policy_rows(transaction: Transaction) -> list[Any]:
-    """The policies in the order of their registration, with num_fresh: the number of their waiting
-    groups that the next step may take.
+    """Return the policies in the order of their registration, with num_fresh: the number of their
+    waiting groups that the next step may take.
     """
     return transaction.all(
         "SELECT p.*, (SELECT count(*) FROM shares s WHERE s.policy = p.name AND s.state = 'fresh'"
@@ -255,7 +255,7 @@ def check_seconds(value: float) -> float:
 
 
 def known_policies(config: Config, by_policy: Mapping[str, object]) -> str:
-    """`by_policy` as JSON, without policies that the flow does not have."""
+    """Write `by_policy` as JSON, without policies that the flow does not have."""
     names = config.policy_names
     return json.dumps({name: by_policy[name] for name in names if name in by_policy})
 

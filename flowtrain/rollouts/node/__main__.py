@@ -88,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _store(text: str) -> tuple[str, str]:
     """Read [POLICY=]PLACE; "" is the run's first policy."""
-    found = re.fullmatch(r"([a-z][a-z0-9_]{0,31})=(.+)", text)
-    return (found[1], found[2]) if found else ("", text)
+    match = re.fullmatch(r"([a-z][a-z0-9_]{0,31})=(.+)", text)
+    return (match[1], match[2]) if match else ("", text)
 
 
 def _parser() -> argparse.ArgumentParser:

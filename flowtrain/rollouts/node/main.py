@@ -112,17 +112,17 @@ def _until_signalled(node: Node) -> int:
     async def stop() -> None:
         node.stop()
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         return run_to_end(node.run())
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def _cause(failures: ExceptionGroup[Any]) -> Exception:
     """Return the error that the user can act on, if the group has one, else the whole group."""
     for kinds in ((UserError, EngineError), (Refused, Unavailable)):
-        if found := first_of(failures, *kinds):
-            return found
+        if error := first_of(failures, *kinds):
+            return error
     return failures

@@ -216,16 +216,16 @@ class Node:
         as can be under way are held at a time.
         """
         size = self._member.joined.group_size
-        most = max(1, self._max_in_flight // size)
-        free = most
+        capacity = max(1, self._max_in_flight // size)
+        free = capacity
         if self._num_rollouts:
             free = (self._max_in_flight - self._num_rollouts) // size
         num_held = -(-sum(item.size for item in self._items.values()) // size)
-        wanted = min(free, 2 * most - num_held, _MAX_LEASES - len(self._items))
+        num_wanted = min(free, 2 * capacity - num_held, _MAX_LEASES - len(self._items))
         if self._num_groups:
             num_groups = sum(item.lease.evaluation is None for item in self._items.values())
-            wanted = min(wanted, self._num_groups - self._num_pushed - num_groups)
-        return wanted
+            num_wanted = min(num_wanted, self._num_groups - self._num_pushed - num_groups)
+        return num_wanted
 
     async def _wait_for_room(self) -> None:
         """Wait until a rollout or a push has ended, or a moment has passed."""
@@ -250,8 +250,8 @@ class Node:
             _log.exception(
                 "work item %d (task %s) failed and goes back", lease.work_item, lease.task.id
             )
-            first = failures.exceptions[0]
-            await self._give_up(item, f"{type(first).__name__}: {first}")
+            cause = failures.exceptions[0]
+            await self._give_up(item, f"{type(cause).__name__}: {cause}")
         finally:
             item.num_left = 0
             if not self._num_rollouts:
@@ -265,8 +265,8 @@ class Node:
         numbers = range(branching.num_roots)
         roots = Group(lease.index, await self._roll_out(item, ((n, None) for n in numbers)))
         points = await branching.points(roots, lease.seed)
-        rest = [(each.number, each.start) for each in missing(roots, points, size)]
-        return Group(lease.index, roots.trajectories + await self._roll_out(item, rest))
+        branches = [(request.number, request.start) for request in missing(roots, points, size)]
+        return Group(lease.index, roots.trajectories + await self._roll_out(item, branches))
 
     async def _roll_out(
         self, item: _WorkItem, starts: Iterable[tuple[int, BranchStart | None]]
@@ -282,7 +282,7 @@ class Node:
             branch = () if start is None else (start,)
             return await self._rollout(lease.task, derive_seed(lease.seed, number), *branch)
 
-        async def one(number: int, start: BranchStart | None) -> Trajectory:
+        async def in_slot(number: int, start: BranchStart | None) -> Trajectory:
             async with self._slots:
                 trajectory = await make(number, start)
             item.num_left -= 1
@@ -290,7 +290,7 @@ class Node:
             return trajectory
 
         async with asyncio.TaskGroup() as group:
-            rollouts = [group.create_task(one(*each)) for each in starts]
+            rollouts = [group.create_task(in_slot(*numbered_start)) for numbered_start in starts]
         return tuple(rollout.result() for rollout in rollouts)
 
     async def _push(self) -> None:
@@ -357,8 +357,8 @@ class Node:
 
     async def _leave(self, reason: str) -> None:
         """Push finished groups and give the other leases back, if the dataflow answers in time."""
-        made = [item for item in self._items.values() if item.payload]
-        pushes = [self._member.push(item.lease, item.payload) for item in made]
+        finished_items = [item for item in self._items.values() if item.payload]
+        pushes = [self._member.push(item.lease, item.payload) for item in finished_items]
         work = asyncio.gather(self._release_rest(reason), *pushes, return_exceptions=True)
         try:
             answers = await asyncio.wait_for(work, _LEAVE_S)
@@ -367,7 +367,7 @@ class Node:
             return
         self._num_pushed += sum(
             isinstance(answer, Pushed) and item.lease.evaluation is None
-            for item, answer in zip(made, answers[1:], strict=True)
+            for item, answer in zip(finished_items, answers[1:], strict=True)
         )
         for error in (answer for answer in answers if isinstance(answer, Exception)):
             if isinstance(error, NotAllowed):
@@ -376,12 +376,12 @@ class Node:
 
     async def _release_rest(self, reason: str) -> None:
         """Give back leases without a group, and leases that arrived too late to begin."""
-        left = [key for key, item in self._items.items() if not item.payload]
+        keys = [key for key, item in self._items.items() if not item.payload]
         if (pending := self._pending_leases) is not None:
             with contextlib.suppress(Refused, Unavailable):
                 is_there = pending.done()
-                late = pending.result().leases if is_there else await self._member.late_leases()
-                left += map(key_of, late)
+                leases = pending.result().leases if is_there else await self._member.late_leases()
+                keys += map(key_of, leases)
         # Of a node that failed without a lease the dataflow may have refused the token.
-        if left or self._stopped.is_set():
-            await self._member.leave(left, reason)
+        if keys or self._stopped.is_set():
+            await self._member.leave(keys, reason)

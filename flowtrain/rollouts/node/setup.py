@@ -57,17 +57,17 @@ def check(config: Config) -> None:
 
 
 def store_of(
-    policies: Mapping[str, PolicyState], given: Mapping[str, str], names: tuple[str, ...]
+    policies: Mapping[str, PolicyState], locations: Mapping[str, str], names: tuple[str, ...]
 ) -> dict[str, str]:
     """Return the weight stores of the trained policies: those of the command line, else those that
     their trainers named. One that is given for "" is that of the first of `names`.
     """
-    given = {name or names[0]: location for name, location in given.items()}
-    for name, location in given.items():
+    locations = {name or names[0]: location for name, location in locations.items()}
+    for name, location in locations.items():
         if name not in names:
-            known = ", ".join(names)
-            raise UserError(f"--store {name}={location}: this run has the policies {known}")
-    return {**{name: state.store for name, state in policies.items() if name in names}, **given}
+            choices = ", ".join(names)
+            raise UserError(f"--store {name}={location}: this run has the policies {choices}")
+    return {**{name: state.store for name, state in policies.items() if name in names}, **locations}
 
 
 @contextmanager
@@ -122,17 +122,17 @@ def _make_rollout(
 def _make_answer(
     components: RunComponents, engines: Mapping[str, Engine], cleanup: ExitStack
 ) -> Answer:
-    """An agent is made for the first question that has its settings, and closed by `cleanup`."""
+    """Make an agent for the first question that has its settings; `cleanup` closes it."""
     agents: dict[EvalSettings, Agent] = {}
     making = asyncio.Lock()
 
     async def answer(task: Task, seed: int, settings: EvalSettings) -> Trajectory:
-        async with making:
+        async with making:  # or two questions at once would make the same agent twice
             if settings not in agents:
                 limits = settings.max_turns, settings.temperature
-                made = await asyncio.to_thread(components.make_agent, engines, *limits)
-                cleanup.callback(made.close)
-                agents[settings] = made
+                agent = await asyncio.to_thread(components.make_agent, engines, *limits)
+                cleanup.callback(agent.close)
+                agents[settings] = agent
         trajectory = await agents[settings].run(task, seed)
         return await score_one(trajectory, *components.scoring(settings.is_benchmark))
 

@@ -49,7 +49,7 @@ class WeightSyncer:
 
     @property
     def versions(self) -> dict[str, int]:
-        """Weight versions that the engines sample with, by policy."""
+        """Return the weight versions that the engines sample with, by policy."""
         return {policy: engine.version for policy, engine in self._engines.items()}
 
     def on_policy_state(self, policies: Mapping[str, PolicyState]) -> None:
@@ -80,11 +80,11 @@ class WeightSyncer:
             if policy not in self._loaded:
                 return f"no weights of the {policy} yet"
             announced = self._announced.get(policy, 0)
-            held = self._engines[policy].version
-            if announced - held > max_staleness:
+            loaded_version = self._engines[policy].version
+            if announced - loaded_version > max_staleness:
                 return (
-                    f"the {policy}'s weights here are of version {held}, the trainer's of "
-                    f"{announced}"
+                    f"the {policy}'s weights here are of version {loaded_version}, the trainer's "
+                    f"of {announced}"
                 )
         return ""
 
@@ -101,7 +101,7 @@ class WeightSyncer:
         last_lag = ""
         deadline = loop.time() + self._patience_s
         while True:
-            self._news[policy].clear()
+            self._news[policy].clear()  # before the load, so that no later news are missed
             lag = await loop.run_in_executor(self._threads, self._catch_up, policy)
             if lag != last_lag:
                 version = self._engines[policy].version

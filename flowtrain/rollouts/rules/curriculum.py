@@ -41,8 +41,8 @@ class Curriculum:
         if not outcome.rewards:
             return
         mean = min(max(fmean(outcome.rewards), 0.0), 1.0)
-        before = self._success.get(outcome.task_id, mean)
-        self._success[outcome.task_id] = self._memory * before + (1 - self._memory) * mean
+        previous = self._success.get(outcome.task_id, mean)
+        self._success[outcome.task_id] = self._memory * previous + (1 - self._memory) * mean
 
     def on_version(self, version: int) -> None:
         pass

@@ -88,9 +88,9 @@ class Greso:
         if outcome.is_mixed:
             self._streaks[outcome.task_id] = (side, 0)
             return
-        now = self.easy if outcome.rewards[0] >= 0.5 else self.hard
-        now.num_new += 1
-        self._streaks[outcome.task_id] = (now, streak + 1 if now is side else 1)
+        current_side = self.easy if outcome.rewards[0] >= 0.5 else self.hard
+        current_side.num_new += 1
+        self._streaks[outcome.task_id] = (current_side, streak + 1 if current_side is side else 1)
 
     def on_version(self, version: int) -> None:
         """Adapt p; a version without a group since the last one changes nothing."""

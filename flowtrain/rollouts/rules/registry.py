@@ -72,25 +72,25 @@ def _make(key: str, name: str, config: Config) -> Any:
     kind = key.removeprefix("replay_")
     origin, group = f"dataflow.{key}={name!r}", f"flowtrain.{kind}s"
     built_in = plugins.built_in(group, "flowtrain.rollouts.rules", BUILT_IN[kind])
-    found: Any = plugins.load(name, origin, kind.replace("_", " "), group, built_in)
+    factory: Any = plugins.load(name, origin, kind.replace("_", " "), group, built_in)
     with nullcontext() if name in built_in else foreign(f"{origin} cannot be made"):
-        rule = _call(name.rpartition(":")[2], found, config.options_of(name))
+        rule = _call(name.rpartition(":")[2], factory, config.options_of(name))
     if missing := [name for name in METHODS[kind] if not callable(getattr(rule, name, None))]:
         raise UserError(f"{origin} has no method {missing[0]}; it needs {', '.join(METHODS[kind])}")
     return rule
 
 
-def _call(name: str, make: Callable[..., Any], given: dict[str, Any]) -> Any:
+def _call(name: str, make: Callable[..., Any], options: dict[str, Any]) -> Any:
     parameters = signature(make)
     try:
-        parameters.bind(**given)
+        parameters.bind(**options)
     except TypeError as error:
-        known = ", ".join(parameters.parameters) or "no options"
-        raise UserError(f"plugins.{name}: {error}; it takes {known}") from None
+        names = ", ".join(parameters.parameters) or "no options"
+        raise UserError(f"plugins.{name}: {error}; it takes {names}") from None
     try:
-        return make(**given)
+        return make(**options)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, ("plugins", name, *first["loc"])))
-        reason = first["msg"].removeprefix("Value error, ")
-        raise UserError(f"{where}={first['input']!r}: {reason}") from None
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(map(str, ("plugins", name, *problem["loc"])))
+        reason = problem["msg"].removeprefix("Value error, ")
+        raise UserError(f"{where}={problem['input']!r}: {reason}") from None

@@ -36,23 +36,23 @@ class Weighted:
         sizes = {kind: len(waiting) for kind, waiting in kinds.items()}
         weights = {kind: Fraction(self._weights.get(kind, 1.0)) for kind in sizes}
         counts = rounded(shares(sizes, weights, num), Fraction(random.Random(seed).random()))
-        chosen = [candidate for kind, count in counts.items() for candidate in kinds[kind][:count]]
-        return [candidate.outcome.work_item for candidate in by_deadline(chosen)]
+        batch = [candidate for kind, count in counts.items() for candidate in kinds[kind][:count]]
+        return [candidate.outcome.work_item for candidate in by_deadline(batch)]
 
 
 def shares(
     sizes: Mapping[str, int], weights: Mapping[str, Fraction], num: int
 ) -> dict[str, Fraction]:
     """Divide `num` in proportion to the weights, where no kind gets more than its size."""
-    open_kinds, found = dict(sizes), dict[str, Fraction]()
+    open_kinds, quotas = dict(sizes), dict[str, Fraction]()
     while open_kinds:
-        left = num - sum(found.values())
+        remainder = num - sum(quotas.values())
         total = sum(weights[kind] for kind in open_kinds)
-        share = {kind: left * weights[kind] / total for kind in open_kinds}
-        full = {kind: Fraction(size) for kind, size in open_kinds.items() if size <= share[kind]}
-        found |= full or share
-        open_kinds = {kind: size for kind, size in open_kinds.items() if kind not in found}
-    return {kind: found[kind] for kind in sizes}
+        share = {kind: remainder * weights[kind] / total for kind in open_kinds}
+        capped = {kind: Fraction(size) for kind, size in open_kinds.items() if size <= share[kind]}
+        quotas |= capped or share
+        open_kinds = {kind: size for kind, size in open_kinds.items() if kind not in quotas}
+    return {kind: quotas[kind] for kind in sizes}
 
 
 def rounded(share: Mapping[str, Fraction], offset: Fraction) -> dict[str, int]:

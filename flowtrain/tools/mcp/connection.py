@@ -95,7 +95,7 @@ class Connection:
     async def _look_after(self, link: _Link) -> None:
         """Start the server again if it does not even list its tools, once for all who ask."""
         async with self._look:
-            if self._link is not link:
+            if self._link is not link:  # another caller has restarted it meanwhile
                 return
             try:
                 async with asyncio.timeout(min(_LOOK_S, self._options.timeout_s)):

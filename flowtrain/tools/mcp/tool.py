@@ -38,12 +38,12 @@ class McpTool(Tool):
         and where it has no text.
         """
         result = await self._connection.call(self._name, arguments)
-        text, others = _content(result)
+        text, kinds = _content(result)
         if result.is_error:
             raise ToolError(text or "the tool failed and did not say why")
-        if others and not text:
-            raise ToolError(f"{self._card.name} returned {', '.join(others)}, and no text")
-        return "\n".join([text, *(f"[{other} is left out]" for other in others)])
+        if kinds and not text:
+            raise ToolError(f"{self._card.name} returned {', '.join(kinds)}, and no text")
+        return "\n".join([text, *(f"[{kind} is left out]" for kind in kinds)])
 
     def close(self) -> None:
         """Close the server, whose tools end together."""
@@ -61,9 +61,9 @@ class Server:
         token = ""
         if options.token_env:
             token = key_from_env(options.token_env, f"{key}.token_env", options.url)
-        if missing := [each for each in options.env if each not in os.environ]:
+        if missing := [variable for variable in options.env if variable not in os.environ]:
             raise UserError(f"{key}.env: the environment variable {missing[0]!r} is not set")
-        environment = {each: os.environ[each] for each in options.env}
+        environment = {variable: os.environ[variable] for variable in options.env}
         self.connection = Connection(name, options, token, environment)
         with on_failure(self.connection.close):
             self._offered = {tool.name: tool for tool in self.connection.open()}
@@ -71,17 +71,17 @@ class Server:
     def close(self) -> None:
         self.connection.close()
 
-    def tools(self, wanted: str) -> dict[str, Tool]:
+    def tools(self, pattern: str) -> dict[str, Tool]:
         """Return the tools "NAME.tool", or all for "NAME.*". Raises UserError if there is none."""
-        server, _, name = wanted.partition(".")
+        server, _, name = pattern.partition(".")
         names = list(self._offered) if name == "*" else [name]
         if not names or names[0] not in self._offered:
-            offered = ", ".join(f"{server}.{each}" for each in self._offered) or "none"
+            offered = ", ".join(f"{server}.{tool}" for tool in self._offered) or "none"
             raise UserError(
-                f"agent.tools: no tool {wanted!r}; the tools of mcp.{server} are "
+                f"agent.tools: no tool {pattern!r}; the tools of mcp.{server} are "
                 f"{printable(offered, keep='')[:1000]}"
             )
-        cards = {each: card_of(server, self._offered[each]) for each in names}
+        cards = {tool: card_of(server, self._offered[tool]) for tool in names}
         return {card.name: McpTool(self.connection, card, name) for name, card in cards.items()}
 
 
@@ -103,7 +103,7 @@ def card_of(server: str, tool: Any) -> ToolCard:
 def _content(result: Any) -> tuple[str, list[str]]:
     """Return the text of a result, and what else is in it by name."""
     texts: list[str] = []
-    others: list[str] = []
+    kinds: list[str] = []
     for block in result.content:
         match block.type:
             case "text":
@@ -111,9 +111,9 @@ def _content(result: Any) -> tuple[str, list[str]]:
             case "resource" if hasattr(block.resource, "text"):
                 texts.append(block.resource.text)
             case "image" | "audio":
-                others.append(f"{block.type} ({one_line(str(block.mime_type))[:100]})")
+                kinds.append(f"{block.type} ({one_line(str(block.mime_type))[:100]})")
             case kind:
-                others.append(one_line(str(kind).replace("_", " ")))
+                kinds.append(one_line(str(kind).replace("_", " ")))
     if not result.content and result.structured_content is not None:
         texts.append(json.dumps(result.structured_content, ensure_ascii=False))
-    return "\n".join(texts), others
+    return "\n".join(texts), kinds

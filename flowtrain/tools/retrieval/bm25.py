@@ -39,10 +39,10 @@ class Bm25:
         `progress` is the text of the progress bar; "": no bar.
         """
         vocabulary: dict[str, int] = {}
-        shown = bar(texts, desc=progress, unit="text", disable=not progress)
+        progress_bar = bar(texts, desc=progress, unit="text", disable=not progress)
         token_ids = [
             array("i", (vocabulary.setdefault(word, len(vocabulary)) for word in words(text)))
-            for text in shown
+            for text in progress_bar
         ]
         if not vocabulary:
             raise ValueError("no text has a word")
@@ -66,17 +66,17 @@ class Bm25:
         Of equal texts the earlier comes first. A word that the query repeats counts once, which
         bounds the time by the vocabulary.
         """
-        known = [self._vocabulary[word] for word in words(query) if word in self._vocabulary]
-        if not known:
+        word_ids = [self._vocabulary[word] for word in words(query) if word in self._vocabulary]
+        if not word_ids:
             return []
-        scores = self._index.get_scores_from_ids(list(dict.fromkeys(known)))
+        scores = self._index.get_scores_from_ids(list(dict.fromkeys(word_ids)))
         hits = scores.nonzero()[0]
         return hits[best(scores[hits], k)].tolist()
 
 
 def best(scores: np.ndarray, k: int) -> np.ndarray:
     """Return the indices of the `k` highest scores, highest first; of equals the earlier one."""
-    found = np.arange(len(scores))
-    if len(scores) > k:
-        found = (scores >= np.partition(scores, -k)[-k]).nonzero()[0]
-    return found[(-scores[found]).argsort(kind="stable")[:k]]
+    indices = np.arange(len(scores))
+    if len(scores) > k:  # with all that equal the k-th, whose order is decided below
+        indices = (scores >= np.partition(scores, -k)[-k]).nonzero()[0]
+    return indices[(-scores[indices]).argsort(kind="stable")[:k]]

@@ -34,9 +34,9 @@ class Corpus(Searchable):
         return await loop.run_in_executor(self._threads, self._search, query, k)
 
     def _search(self, query: str, k: int) -> list[Passage]:
-        wanted = "SELECT text, title FROM passages WHERE number = ?"
+        query_sql = "SELECT text, title FROM passages WHERE number = ?"
         numbers = self._bm25.rank(query, k)
-        return [Passage(*self._database.execute(wanted, (n,)).fetchone()) for n in numbers]
+        return [Passage(*self._database.execute(query_sql, (n,)).fetchone()) for n in numbers]
 
 
 def open_search(options: Options) -> Searchable:

@@ -42,8 +42,8 @@ class Embedder:
         """Return the `k` texts most like the query by cosine, best first; raises ToolError when
         their embeddings do not come in time.
         """
-        asked = [query, *texts]
-        parts = [asked[start : start + BATCH] for start in range(0, len(asked), BATCH)]
+        inputs = [query, *texts]
+        parts = [inputs[start : start + BATCH] for start in range(0, len(inputs), BATCH)]
         tasks = [asyncio.ensure_future(self._embed(part, deadline_s)) for part in parts]
         try:
             vectors = np.concatenate(await asyncio.gather(*tasks))

@@ -43,6 +43,7 @@ def ensure_index(corpus: Corpus) -> tuple[Path, Stamp]:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with folder.with_name(f"{folder.name}.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it when its holder dies
+                # Read again, because another process may have built it meanwhile.
                 if _read_stamp(folder) != stamp:
                     _build(folder, corpus, stamp)
     return folder, stamp
@@ -73,18 +74,18 @@ def _build(folder: Path, corpus: Corpus, stamp: Stamp) -> None:
     with tempfile.TemporaryDirectory(
         dir=folder.parent, prefix=f"{folder.name}.part-", ignore_cleanup_errors=True
     ) as part:
-        new = Path(part, "new")
-        new.mkdir()
-        shown = printable(f"passages of {corpus.path}", keep="")
-        found = bar(read_passages(corpus), desc=shown, unit="passage")
-        with closing(sqlite3.connect(new / DATABASE)) as database:
-            _write_passages(database, found)
-            _write_bm25(new / "bm25", database, corpus)
-        (new / "stamp.json").write_text(json.dumps(stamp))
-        sync_tree(new)
+        index = Path(part, "new")
+        index.mkdir()
+        label = printable(f"passages of {corpus.path}", keep="")
+        passages = bar(read_passages(corpus), desc=label, unit="passage")
+        with closing(sqlite3.connect(index / DATABASE)) as database:
+            _write_passages(database, passages)
+            _write_bm25(index / "bm25", database, corpus)
+        (index / "stamp.json").write_text(json.dumps(stamp))
+        sync_tree(index)
         if folder.exists():
             folder.rename(Path(part, "old"))
-        new.rename(folder)
+        index.rename(folder)
         sync(folder.parent)
 
 
@@ -99,8 +100,8 @@ def _write_passages(database: sqlite3.Connection, passages: Iterable[Passage]) -
 
 
 def _write_bm25(folder: Path, database: sqlite3.Connection, corpus: Corpus) -> None:
-    found = database.execute("SELECT title || char(10) || text FROM passages ORDER BY number")
+    rows = database.execute("SELECT title || char(10) || text FROM passages ORDER BY number")
     with user_error(
         f"corpus.path={corpus.path!r}, corpus.text_key={corpus.text_key!r}", ValueError
     ):
-        Bm25.build((text for (text,) in found), progress="BM25").save(folder)
+        Bm25.build((text for (text,) in rows), progress="BM25").save(folder)

@@ -42,9 +42,9 @@ def read_passages(corpus: Corpus) -> Iterator[Passage]:
     Raises UserError, which names the file, the line or row, the keys and what is wrong.
     """
     keys = {"text": corpus.text_key, "title": "title"}
-    named = f"corpus.text_key={corpus.text_key!r}"
+    option = f"corpus.text_key={corpus.text_key!r}"
     for _, where, row in read_rows(Path(corpus.path), tuple(keys.values())):
-        found = {name: row[key] for name, key in keys.items() if row.get(key) is not None}
-        with user_error(f"{where} ({named})", msgspec.ValidationError):
-            passage = msgspec.convert(found, Passage)
+        fields = {name: row[key] for name, key in keys.items() if row.get(key) is not None}
+        with user_error(f"{where} ({option})", msgspec.ValidationError):
+            passage = msgspec.convert(fields, Passage)
         yield passage

@@ -41,20 +41,20 @@ class Retriever(Searchable):
         body = {"queries": [query], "topk": k, "return_scores": True}
         answer = await self._api.ask(Request(self._url, body=body), deadline_s)
         try:
-            (found,) = answer["result"]
-            return [self._passage(each) for each in found][:k]
+            (documents,) = answer["result"]
+            return [self._passage(document) for document in documents][:k]
         except (KeyError, TypeError, ValueError, AttributeError):
             raise ToolError(
                 f"the retriever answered in another form: {str(answer)[:200]}"
             ) from None
 
-    def _passage(self, found: dict[str, Any]) -> Passage:
+    def _passage(self, hit: dict[str, Any]) -> Passage:
         """Read a document, with its score or without; a title may be its first line, in quotes."""
-        document = found.get("document", found)
+        document = hit.get("document", hit)
         options = self._options
         text = document.get(options.text_key) or document["contents"]
         title = str(document.get("title") or "")
-        first, _, rest = text.partition("\n")
-        if not title and rest and first.startswith('"') and first.endswith('"'):
-            title, text = first.strip('"'), rest
+        first, _, body = text.partition("\n")
+        if not title and body and first.startswith('"') and first.endswith('"'):
+            title, text = first.strip('"'), body
         return Passage(text, title)

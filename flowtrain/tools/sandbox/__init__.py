@@ -44,10 +44,7 @@ def confine_checkers(agent: Agent) -> None:
 
 
 def make_checker_sandbox(
-    package: str,
-    time_limit_s: float,
-    memory_mb: int,
-    max_output_chars: int = 4000,
+    package: str, time_limit_s: float, memory_mb: int, max_output_chars: int = 4000
 ) -> ProcessSandbox:
     """Make the sandbox for a package that checks answers, or reads pages, on which hostile ones may
     hang. It runs none of them as code, and so gets limits where agent.sandbox = "auto" finds

@@ -230,13 +230,13 @@ class Output:
         for.
         """
         num_chars = self._num_chars - num_dropped
-        kept = self._head + self._tail
-        kept = kept[: len(kept) - num_dropped]
+        text = self._head + self._tail
+        text = text[: len(text) - num_dropped]
         if num_chars <= self.max_chars:
-            return kept
+            return text
         room = max(2, self.max_chars - len(LEFT_OUT.format(num_chars)))
         note = LEFT_OUT.format(num_chars - room)
-        return self._head[: room - room // 2] + note + kept[-(room // 2) :]
+        return self._head[: room - room // 2] + note + text[-(room // 2) :]
 
 
 def watch(pid: int, output_fd: int, output: Output, limits: Limits) -> str:

@@ -18,7 +18,7 @@ ATTEMPTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class CodeResult:
     """The outcome of one run."""
 
     output: str = ""
@@ -64,7 +64,7 @@ class ProcessSandbox:
         self._workers = _Workers(backend, num_workers, limits)
         weakref.finalize(self, self._workers.close)
 
-    async def run(self, code: str) -> Ran:
+    async def run(self, code: str) -> CodeResult:
         """Run the code; raises ToolError only when the sandbox is closed.
 
         It takes at most the limit's wall time and a few START_S, from when a worker is free.
@@ -98,7 +98,7 @@ class _Workers:
         self._lock = threading.RLock()
         self._owner_pid = os.getpid()
 
-    def submit(self, code: str) -> Future[Ran]:
+    def submit(self, code: str) -> Future[CodeResult]:
         """Queue the code for the next free thread."""
         with self._lock:
             self._check_open()
@@ -117,7 +117,7 @@ class _Workers:
         for server in servers:
             server.kill()
 
-    def _run(self, code: str) -> Ran:
+    def _run(self, code: str) -> CodeResult:
         request = {"code": code, **self.limits}
         error = ""
         for _ in range(ATTEMPTS):
@@ -135,14 +135,14 @@ class _Workers:
                 self._drop(server)
                 self._check_open()
                 wall_s = time.monotonic() - started
-                return Ran(error="the process that ran the code died", wall_s=wall_s)
+                return CodeResult(error="the process that ran the code died", wall_s=wall_s)
             if answer.pop("is_clean"):
                 with self._lock:
                     self.idle.append(server)
             else:
                 self._drop(server)
-            return Ran(**answer)
-        return Ran(error=error)
+            return CodeResult(**answer)
+        return CodeResult(error=error)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -159,7 +159,7 @@ class _Workers:
         server = Server(self._backend)
         with self._lock:
             self._all.add(server)
-        if self._is_closed:
+        if self._is_closed:  # `close` may have listed the servers before this one
             server.kill()
         self._check_open()
         return server

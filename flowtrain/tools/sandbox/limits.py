@@ -24,7 +24,7 @@ def backend(packages: Sequence[str]) -> Backend:
     preload = (*MODULES.split(), "pathlib", "tempfile", *packages)
     nobodies = itertools.islice(itertools.cycle(range(35_534, 65_534)), os.getpid() % 30_000, None)
     uids = nobodies if is_root else itertools.repeat(0)
-    made = Backend(
+    sandbox = Backend(
         "limits",
         preload=preload,
         path=folders(packages),
@@ -33,9 +33,9 @@ def backend(packages: Sequence[str]) -> Backend:
         must_filter=is_offered(),
         offers=", ".join(["the standard library", *packages]),
     )
-    if reason := probe(made):
+    if reason := probe(sandbox):
         raise UserError(f"agent.sandbox='limits': {reason}")
-    return made
+    return sandbox
 
 
 def warning(is_root: bool, has_seccomp: bool) -> str:

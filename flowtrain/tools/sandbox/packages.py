@@ -13,7 +13,7 @@ from flowtrain.tools.sandbox.server import PYTHON, START_S, Backend
 
 def folders(packages: Sequence[str]) -> tuple[str, ...]:
     """Return the folders of the packages; everything else in them can be imported too."""
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for name in packages:
         spec = find_spec(name) if name.isidentifier() else None
         if spec is None or not spec.has_location or spec.origin is None:
@@ -22,8 +22,8 @@ def folders(packages: Sequence[str]) -> tuple[str, ...]:
                 "by this name"
             )
         file = Path(spec.origin).resolve()
-        found[str(file.parents[1] if spec.submodule_search_locations else file.parent)] = None
-    return tuple(found)
+        paths[str(file.parents[1] if spec.submodule_search_locations else file.parent)] = None
+    return tuple(paths)
 
 
 def probe(backend: Backend) -> str:
@@ -37,7 +37,7 @@ def probe(backend: Backend) -> str:
     )
     command = [*backend.argv, PYTHON, "-P", "-s", "-S", "-B", "-c", code]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             env={},
             stdin=subprocess.DEVNULL,
@@ -48,10 +48,10 @@ def probe(backend: Backend) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"it did not start within {START_S:g} s"
-    if done.returncode == 0:
+    if process.returncode == 0:
         return ""
-    reason = done.stderr.strip().rpartition("\n")[2] or f"exit status {done.returncode}"
-    if done.stdout:
+    reason = process.stderr.strip().rpartition("\n")[2] or f"exit status {process.returncode}"
+    if process.stdout:
         raise UserError(
             f"agent.python_packages cannot be imported for agent.sandbox='{backend.name}': {reason}"
         )

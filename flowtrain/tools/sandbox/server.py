@@ -58,7 +58,7 @@ class Server:
 
     def __init__(self, backend: Backend) -> None:
         """Start the process; `start` waits until it is ready."""
-        self._socket, theirs = socket.socketpair()
+        self._socket, child_socket = socket.socketpair()
         # Keeps the descriptor open until this object is gone, so that `kill` in one thread cannot
         # pull it from under a read in another.
         self._answers = self._socket.makefile("rb")
@@ -85,13 +85,13 @@ class Server:
         command = [PYTHON, "-P", "-s", "-S", "-B", "-X", "utf8", "-W", "ignore"]
         # The filter allows no threads.
         environment = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        with theirs:
+        with child_socket:
             self._process = subprocess.Popen(
                 # Nothing of the host's environment, folder and site-packages gets in. Not -I, which
                 # would ignore the hash seed too.
                 [*backend.argv, *command, "-c", _MAIN, str(CHILD), json.dumps(setup)],
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
+                stdin=child_socket.fileno(),
+                stdout=child_socket.fileno(),
                 stderr=subprocess.DEVNULL,
                 cwd="/",
                 env=environment,

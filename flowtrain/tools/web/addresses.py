@@ -62,28 +62,28 @@ class Rules:
             parsed = httpx2.URL(url)
         except httpx2.InvalidURL as error:
             raise Refused(f"{str(url)[:200]!r} is no URL: {error}") from None
-        shown = repr(str(parsed)[:200])
+        label = repr(str(parsed)[:200])
         if parsed.scheme not in PORTS:
-            raise Refused(f"{shown}: only http:// and https:// are read")
+            raise Refused(f"{label}: only http:// and https:// are read")
         if parsed.userinfo:
             raise Refused("a URL with a user name or a password is not read")
         port = PORTS[parsed.scheme] if parsed.port is None else parsed.port
         if port not in self.ports:
             raise Refused(
-                f"{shown}: port {port} is not read, only {', '.join(map(str, self.ports))}"
+                f"{label}: port {port} is not read, only {', '.join(map(str, self.ports))}"
             )
-        self._check_host(parsed.raw_host.decode("ascii"), shown)
+        self._check_host(parsed.raw_host.decode("ascii"), label)
         return parsed
 
-    def _check_host(self, host: str, shown: str) -> None:
+    def _check_host(self, host: str, label: str) -> None:
         if ":" not in host and not _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
             if not _NAME.fullmatch(host):
-                raise Refused(f"{shown}: no host")
+                raise Refused(f"{label}: no host")
             return
         try:
             address = ip_address(host)
         except ValueError:  # such as 127.1, 0x7f000001, 2130706433, which resolvers take for IPv4
-            raise Refused(f"{shown}: {host!r} is no IP address in its usual form") from None
+            raise Refused(f"{label}: {host!r} is no IP address in its usual form") from None
         self.check_address(address)
 
     def check_address(self, address: IPv4Address | IPv6Address, host: str = "") -> None:
@@ -155,10 +155,10 @@ class Resolver:
 
     async def __call__(self, host: str, port: int) -> list[str]:
         # As bytes: of a name that is no text of IDNA, such as a..b, Python raises no OSError.
-        found = await self._threads.run(
+        infos = await self._threads.run(
             lambda: socket.getaddrinfo(host.encode(), port, type=socket.SOCK_STREAM)
         )
-        return list(dict.fromkeys(str(address[0]) for *_, address in found))
+        return list(dict.fromkeys(str(address[0]) for *_, address in infos))
 
     def close(self) -> None:
         self._threads.close()

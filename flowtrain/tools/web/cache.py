@@ -23,24 +23,25 @@ class Cache(Generic[T]):
     def __init__(self, max_mb: int) -> None:
         """Keep about `max_mb` MiB of text."""
         self._room = max_mb << 20
-        self._kept: OrderedDict[str, tuple[T, int]] = OrderedDict()
-        self._asked: dict[str, asyncio.Task[T]] = {}
+        self._entries: OrderedDict[str, tuple[T, int]] = OrderedDict()
+        self._pending: dict[str, asyncio.Task[T]] = {}
         self._waiting: Counter[asyncio.Task[T]] = Counter()
 
     async def get(self, key: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Return what is kept, or else what `ask` returns, which all who wait for it share: its
         errors too, which are not kept. It is cancelled with the last of them.
         """
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key][0]
-        if key not in self._asked:
+        if key in self._entries:
+            self._entries.move_to_end(key)
+            return self._entries[key][0]
+        if key not in self._pending:
             task = asyncio.create_task(ask())
-            self._asked[key] = task
+            self._pending[key] = task
             task.add_done_callback(partial(self._keep, key))
-        task = self._asked[key]
+        task = self._pending[key]
         self._waiting[task] += 1
         try:
+            # Shielded: a caller that is cancelled does not take the answer from the others.
             return await asyncio.shield(task)
         finally:
             self._waiting[task] -= 1
@@ -53,16 +54,16 @@ class Cache(Generic[T]):
         self._forget(key, task)
         if task.cancelled() or task.exception() is not None:
             return
-        found = task.result()
-        size = len(key) + len(repr(found))
-        self._kept[key] = (found, size)
+        result = task.result()
+        size = len(key) + len(repr(result))
+        self._entries[key] = (result, size)
         self._room -= size
         while self._room < 0:
-            self._room += self._kept.popitem(last=False)[1][1]
+            self._room += self._entries.popitem(last=False)[1][1]
 
     def _forget(self, key: str, task: asyncio.Task[T]) -> None:
-        if self._asked.get(key) is task:
-            del self._asked[key]
+        if self._pending.get(key) is task:
+            del self._pending[key]
 
 
 def cached(source: Source) -> Source:

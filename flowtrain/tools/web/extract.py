@@ -39,17 +39,17 @@ class Extractor:
 
     async def text(self, page: Page) -> str:
         """Return the main text; raises ToolError when there is none, or none in time."""
-        asked = (page.body, page.content_type, page.charset)
-        ran = await self._sandbox.run(f"{self._source}\nwrite(*{asked!r}, {MAX_CHARS})\n")
-        if ran.error is not None:
+        arguments = (page.body, page.content_type, page.charset)
+        result = await self._sandbox.run(f"{self._source}\nwrite(*{arguments!r}, {MAX_CHARS})\n")
+        if result.error is not None:
             raise ToolError(
                 f"the page cannot be taken apart in {self._timeout_s:g} s and {MEMORY_MB} MiB"
             )
-        if not ran.output.strip():
+        if not result.output.strip():
             raise ToolError(
                 "the page has no text that can be read; it may need JavaScript or a login"
             )
-        return ran.output
+        return result.output
 
     def close(self) -> None:
         """End the processes; a page under way has an error."""

@@ -90,12 +90,12 @@ class Fetcher:
     async def _ask(self, url: httpx2.URL) -> Page | httpx2.URL:
         """Return the page, or the URL that it redirects to."""
         # Made of the checked parts, so that no second parser reads the URL in another way.
-        asked = httpcore2.URL(
+        target = httpcore2.URL(
             scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
         )
         headers = [("Host", url.netloc.decode("ascii")), *_HEADERS]
         async with self._pool.stream(
-            "GET", asked, headers=headers, extensions={"timeout": {"connect": _CONNECT_S}}
+            "GET", target, headers=headers, extensions={"timeout": {"connect": _CONNECT_S}}
         ) as response:
             answer = httpx2.Headers(response.headers)
             if response.status in _REDIRECTS and "location" in answer:

@@ -40,10 +40,10 @@ def online(options: WebSearch) -> Source:
 
     async def search(query: str, deadline_s: float) -> list[Passage]:
         answer = await api.ask(request(query), deadline_s)
-        found = hits(answer, *HITS[options.provider])[:_NUM_RESULTS]
-        if not found and (silent := answer.get("unresponsive_engines")):
+        results = hits(answer, *HITS[options.provider])[:_NUM_RESULTS]
+        if not results and (silent := answer.get("unresponsive_engines")):
             raise ToolError(f"no engine behind SearXNG answered: {str(silent)[:200]}")
-        return found
+        return results
 
     return search
 
@@ -53,8 +53,8 @@ def hits(answer: Any, key: str, names: tuple[str, str, str]) -> list[Passage]:
     items = answer.get(key) if isinstance(answer, dict) else None
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise ToolError(f"the search service answered without a list {key!r}: {str(answer)[:200]}")
-    found = [Passage(*(_line(item.get(name)) for name in names)) for item in items]
-    return [hit for hit in found if hit.url]
+    passages = [Passage(*(_line(item.get(name)) for name in names)) for item in items]
+    return [hit for hit in passages if hit.url]
 
 
 def _line(value: object) -> str:

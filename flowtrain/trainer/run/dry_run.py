@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flowtrain.agents.agentflow.expert import scripted
 from flowtrain.agents.agentflow.flow import Flow
+from flowtrain.agents.agentflow.scripts import scripted
 from flowtrain.agents.base import Agent
 from flowtrain.config import Config
 from flowtrain.evaluation.benchmarks import load_benchmarks

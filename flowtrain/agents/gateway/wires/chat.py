@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from flowtrain.agents.gateway.plain import Asked, Message, Refusal, Reply
+from flowtrain.agents.gateway.plain import ChatRequest, Message, Refusal, Reply
 from flowtrain.agents.gateway.wires.forms import (
     MAX_SHOWN,
     MAX_STOPS,
@@ -44,41 +44,41 @@ _DEFAULTS: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def read(body: bytes) -> Asked:
-    given = read_form(_Request, body, _IGNORED, _DEFAULTS)
-    return Asked(
-        model=given.model[:MAX_SHOWN],
-        messages=tuple(_message(each) for each in given.messages),
+def read(body: bytes) -> ChatRequest:
+    form = read_form(_Request, body, _IGNORED, _DEFAULTS)
+    return ChatRequest(
+        model=form.model[:MAX_SHOWN],
+        messages=tuple(_message(message) for message in form.messages),
         tools=tuple(
             plain_tool(f.name, f.description, f.parameters)
-            for f in (each.function for each in given.tools)
+            for f in (tool.function for tool in form.tools)
         ),
-        reads_calls=bool(given.tools) and given.tool_choice == "auto",
-        max_new_tokens=given.max_completion_tokens or given.max_tokens,
-        stop=tuple(map(plain_text, [given.stop] if isinstance(given.stop, str) else given.stop)),
-        stream=given.stream,
-        include_usage=given.stream_options.include_usage,
+        reads_calls=bool(form.tools) and form.tool_choice == "auto",
+        max_new_tokens=form.max_completion_tokens or form.max_tokens,
+        stop=tuple(map(plain_text, [form.stop] if isinstance(form.stop, str) else form.stop)),
+        stream=form.stream,
+        include_usage=form.stream_options.include_usage,
     )
 
 
-def write(asked: Asked, reply: Reply) -> bytes:
-    if asked.stream:
-        events = [f"data: {json.dumps(chunk)}\n\n" for chunk in _chunks(asked, reply)]
+def write(request: ChatRequest, reply: Reply) -> bytes:
+    if request.stream:
+        events = [f"data: {json.dumps(chunk)}\n\n" for chunk in _chunks(request, reply)]
         return "".join([*events, "data: [DONE]\n\n"]).encode()
     choice = {
         "index": 0,
         "finish_reason": reply.finish_reason,
-        "message": {**reply.message(), "content": _shown(reply), "refusal": None},
+        "message": {**reply.message(), "content": _content(reply), "refusal": None},
         "logprobs": None,
     }
-    head = _head(asked, reply, "chat.completion")
+    head = _head(request, reply, "chat.completion")
     return json.dumps({**head, "choices": [choice], "usage": _usage(reply)}).encode()
 
 
 def error(refusal: Refusal) -> bytes:
     kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
-    named = {"type": kind, "param": refusal.param, "code": refusal.code}
-    return json.dumps({"error": {"message": str(refusal), **named}}).encode()
+    details = {"type": kind, "param": refusal.param, "code": refusal.code}
+    return json.dumps({"error": {"message": str(refusal), **details}}).encode()
 
 
 # ---- their form
@@ -159,51 +159,51 @@ class _Request(BaseModel):
     stream_options: _StreamOptions = Field(default_factory=_StreamOptions)
 
 
-def _message(given: _Message) -> Message:
-    content = given.content or ""
-    role = "system" if given.role == "developer" else given.role
+def _message(form: _Message) -> Message:
+    content = form.content or ""
+    role = "system" if form.role == "developer" else form.role
     if not isinstance(content, str):
-        parts = (each.text if isinstance(each, _Part) else each.refusal for each in content)
+        parts = (part.text if isinstance(part, _Part) else part.refusal for part in content)
         content = between(role).join(parts)
     message: dict[str, Any] = {"role": role, "content": plain_text(content)}
-    if role == "assistant" and given.tool_calls:
+    if role == "assistant" and form.tool_calls:
         message["tool_calls"] = [
-            plain_call(each.id, each.function.name, each.function.arguments)
-            for each in given.tool_calls
+            plain_call(call.id, call.function.name, call.function.arguments)
+            for call in form.tool_calls
         ]
-    named = {"tool_call_id": given.tool_call_id, "name": given.name}
-    return message | {name: plain_text(value) for name, value in named.items() if value}
+    extras = {"tool_call_id": form.tool_call_id, "name": form.name}
+    return message | {name: plain_text(value) for name, value in extras.items() if value}
 
 
 # ---- our answers
 
 
-def _head(asked: Asked, reply: Reply, kind: str) -> dict[str, Any]:
-    named = {"id": f"chatcmpl-{reply.id}", "object": kind}
-    return {**named, "created": reply.created_s, "model": asked.model}
+def _head(request: ChatRequest, reply: Reply, kind: str) -> dict[str, Any]:
+    head = {"id": f"chatcmpl-{reply.id}", "object": kind}
+    return {**head, "created": reply.created_s, "model": request.model}
 
 
-def _chunks(asked: Asked, reply: Reply) -> Iterator[dict[str, Any]]:
-    """The response is complete before its first chunk: clients get each part in one piece."""
-    head = _head(asked, reply, "chat.completion.chunk")
-    usage = {"usage": None} if asked.include_usage else {}
+def _chunks(request: ChatRequest, reply: Reply) -> Iterator[dict[str, Any]]:
+    """Yield the chunks of a complete response: clients get each part in one piece."""
+    head = _head(request, reply, "chat.completion.chunk")
+    usage = {"usage": None} if request.include_usage else {}
 
     def chunk(delta: Message, reason: str | None = None) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
         return {**head, "choices": [choice], **usage}
 
-    yield chunk({"role": "assistant", "content": "" if _shown(reply) is not None else None})
+    yield chunk({"role": "assistant", "content": "" if _content(reply) is not None else None})
     if reply.text:
         yield chunk({"content": reply.text})
     for index, call in enumerate(reply.calls):
         yield chunk({"tool_calls": [{"index": index, **call.plain()}]})
     yield chunk({}, reply.finish_reason)
-    if asked.include_usage:
+    if request.include_usage:
         yield {**head, "choices": [], "usage": _usage(reply)}
 
 
-def _shown(reply: Reply) -> str | None:
-    """The content, which is null beside calls alone."""
+def _content(reply: Reply) -> str | None:
+    """Return the content, which is null beside calls alone."""
     return reply.text if reply.text or not reply.calls else None
 
 

@@ -8,17 +8,10 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from flowtrain.agents.gateway.plain import Asked, Message, Refusal, Reply
+from flowtrain.agents.gateway.plain import ChatRequest, Message, Refusal, Reply
 
 MAX_SHOWN = 300
 MAX_STOPS = 4
@@ -29,9 +22,9 @@ _DEEPEST = 100
 class Wire(Protocol):
     """An API. Raises Refusal, of whatever wire, in `read`."""
 
-    def read(self, body: bytes) -> Asked: ...
+    def read(self, body: bytes) -> ChatRequest: ...
 
-    def write(self, asked: Asked, reply: Reply) -> bytes:
+    def write(self, request: ChatRequest, reply: Reply) -> bytes:
         """Write the answer; with `stream` as events."""
         ...
 
@@ -56,8 +49,8 @@ class Form(BaseModel):
     def _refuse_others(self) -> Self:
         for name, value in (self.model_extra or {}).items():
             if value and name not in self.ignored:
-                told = {"name": repr(name[:MAX_SHOWN])}
-                raise PydanticCustomError("unsupported", "{name} is not supported", told)
+                context = {"name": repr(name[:MAX_SHOWN])}
+                raise PydanticCustomError("unsupported", "{name} is not supported", context)
         return self
 
 
@@ -92,39 +85,39 @@ def read_form(
         ignored: parameters that change nothing here.
         defaults: the values that other parameters may have. A null is as good as nothing.
     """
-    given = _parameters(body)
-    for name, value in given.items():
+    parameters = _parameters(body)
+    for name, value in parameters.items():
         if name in form.model_fields or name in ignored:
             continue
         allowed = (defaults or {}).get(name, ())
         if not allowed:
-            shown = name[:MAX_SHOWN]
-            raise Refusal(f"{shown!r} is not supported", param=shown, code="unsupported_parameter")
+            key = name[:MAX_SHOWN]
+            raise Refusal(f"{key!r} is not supported", param=key, code="unsupported_parameter")
         if value not in allowed:
-            told = " or ".join(json.dumps(each) for each in allowed)
+            choices = " or ".join(json.dumps(choice) for choice in allowed)
             raise Refusal(
-                f"{name}={json.dumps(value)[:MAX_SHOWN]} is not supported, only {told}",
+                f"{name}={json.dumps(value)[:MAX_SHOWN]} is not supported, only {choices}",
                 param=name,
                 code="unsupported_value",
             )
     try:
-        return form.model_validate(given)
+        return form.model_validate(parameters)
     except ValidationError as error:
-        raise _refusal_of(error, given) from None
+        raise _refusal_of(error, parameters) from None
 
 
 def plain_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> Message:
-    described = {
+    function = {
         "name": name,
         "description": plain_text(description or ""),
         "parameters": parameters or {"type": "object", "properties": {}},
     }
-    return {"type": "function", "function": described}
+    return {"type": "function", "function": function}
 
 
 def plain_call(id: str, name: str, arguments: str) -> Message:
-    named = {"name": plain_text(name), "arguments": plain_text(arguments)}
-    return {"id": plain_text(id), "type": "function", "function": named}
+    function = {"name": plain_text(name), "arguments": plain_text(arguments)}
+    return {"id": plain_text(id), "type": "function", "function": function}
 
 
 def between(role: str) -> str:
@@ -147,48 +140,48 @@ def event(kind: str, **data: Any) -> str:
 def _parameters(body: bytes) -> dict[str, Any]:
     # RecursionError: brackets nested too deep.
     try:
-        found = json.loads(body)
+        document = json.loads(body)
     except (ValueError, RecursionError):
         raise Refusal("the request is no JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise Refusal("the request must be a JSON object")
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in document.items() if value is not None}
 
 
-def _refusal_of(error: ValidationError, given: Mapping[str, Any]) -> Refusal:
+def _refusal_of(error: ValidationError, parameters: Mapping[str, Any]) -> Refusal:
     """Tell the innermost problem: of forms that a value might have, that of the likeliest."""
-    found = max(
+    problem = max(
         error.errors(include_url=False),
-        key=lambda each: (len(_place(each, given)), not each["type"].endswith("_type")),
+        key=lambda detail: (len(_place(detail, parameters)), not detail["type"].endswith("_type")),
     )
-    place, text = ".".join(map(str, _place(found, given))), found["msg"]
-    if found["type"] in ("literal_error", "union_tag_invalid"):
-        value = found["input"]
+    place, text = ".".join(map(str, _place(problem, parameters))), problem["msg"]
+    if problem["type"] in ("literal_error", "union_tag_invalid"):
+        value = problem["input"]
         if isinstance(value, dict):
             value = value.get("type", value.get("role"))
         text = f"{json.dumps(value)[:MAX_SHOWN]} is not supported"
-    return Refusal(f"{place}: {text}"[: 2 * MAX_SHOWN], param=str(found["loc"][0]))
+    return Refusal(f"{place}: {text}"[: 2 * MAX_SHOWN], param=str(problem["loc"][0]))
 
 
-def _place(problem: ErrorDetails, given: Any) -> list[int | str]:
+def _place(problem: ErrorDetails, node: Any) -> list[int | str]:
     """Return the place of a problem in the request, without the names of forms in it."""
-    found: list[int | str] = []
+    path: list[int | str] = []
     lacks = problem["loc"][-1] if problem["type"] == "missing" else None
     for step in problem["loc"]:
-        if isinstance(given, list) and isinstance(step, int) and step < len(given):
-            given = given[step]
-        elif isinstance(given, dict) and (step in given or step == lacks):
-            given = given.get(str(step))
+        if isinstance(node, list) and isinstance(step, int) and step < len(node):
+            node = node[step]
+        elif isinstance(node, dict) and (step in node or step == lacks):
+            node = node.get(str(step))
         else:
             continue
-        found.append(step)
-    return found
+        path.append(step)
+    return path
 
 
 def _depth(value: Any) -> int:
-    """How deep objects and lists are nested, counted level by level."""
+    """Return how deep objects and lists are nested, counted level by level."""
     depth, level = 0, [value]
-    while level := [each for each in level if isinstance(each, dict | list)]:
+    while level := [node for node in level if isinstance(node, dict | list)]:
         depth += 1
-        level = [x for each in level for x in (each.values() if isinstance(each, dict) else each)]
+        level = [x for node in level for x in (node.values() if isinstance(node, dict) else node)]
     return depth

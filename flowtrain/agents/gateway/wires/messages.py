@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from flowtrain.agents.gateway.plain import Asked, Message, Refusal, Reply
+from flowtrain.agents.gateway.plain import ChatRequest, Message, Refusal, Reply
 from flowtrain.agents.gateway.wires.forms import (
     MAX_SHOWN,
     STRICT,
@@ -54,26 +54,26 @@ _PLAIN_THINKING = (f"{_THINK}\n", f"\n{THINK_END}\n\n")
 """Around a thinking that is not ours."""
 
 
-def read(body: bytes) -> Asked:
-    given = read_form(_Request, body, _IGNORED, _DEFAULTS)
-    messages = [plain for each in given.messages for plain in _messages(each)]
-    if system := _joined(given.system, "system"):
+def read(body: bytes) -> ChatRequest:
+    form = read_form(_Request, body, _IGNORED, _DEFAULTS)
+    messages = [plain for message in form.messages for plain in _messages(message)]
+    if system := _text_of(form.system, "system"):
         messages.insert(0, {"role": "system", "content": system})
-    return Asked(
-        model=given.model[:MAX_SHOWN],
+    return ChatRequest(
+        model=form.model[:MAX_SHOWN],
         messages=tuple(messages),
-        tools=tuple(plain_tool(t.name, t.description, t.input_schema) for t in given.tools),
-        reads_calls=bool(given.tools) and given.tool_choice.type == "auto",
-        max_new_tokens=given.max_tokens,
-        stop=tuple(map(plain_text, given.stop_sequences)),
-        stream=given.stream,
+        tools=tuple(plain_tool(t.name, t.description, t.input_schema) for t in form.tools),
+        reads_calls=bool(form.tools) and form.tool_choice.type == "auto",
+        max_new_tokens=form.max_tokens,
+        stop=tuple(map(plain_text, form.stop_sequences)),
+        stream=form.stream,
     )
 
 
-def write(asked: Asked, reply: Reply) -> bytes:
-    if asked.stream:
-        return "".join(_events(asked, reply)).encode()
-    return json.dumps(_answer(asked, reply, _blocks(reply))).encode()
+def write(request: ChatRequest, reply: Reply) -> bytes:
+    if request.stream:
+        return "".join(_events(request, reply)).encode()
+    return json.dumps(_answer(request, reply, _blocks(reply))).encode()
 
 
 def write_count(num_tokens: int) -> bytes:
@@ -82,8 +82,8 @@ def write_count(num_tokens: int) -> bytes:
 
 def error(refusal: Refusal) -> bytes:
     kind = _ERRORS.get(refusal.status, "api_error" if refusal.status >= 500 else _ERRORS[400])
-    told = {"type": kind, "message": str(refusal)}
-    return json.dumps({"type": "error", "error": told, "request_id": None}).encode()
+    details = {"type": kind, "message": str(refusal)}
+    return json.dumps({"type": "error", "error": details, "request_id": None}).encode()
 
 
 # ---- their form
@@ -165,53 +165,53 @@ class _Request(BaseModel):
     output_config: _Output = Field(default_factory=_Output)
 
 
-def _messages(given: _User | _Assistant) -> Iterator[Message]:
+def _messages(message: _User | _Assistant) -> Iterator[Message]:
     """Split a message of the user into the results of tools and the rest."""
-    blocks = given.content
+    blocks = message.content
     if isinstance(blocks, str):
-        yield {"role": given.role, "content": plain_text(blocks)}
+        yield {"role": message.role, "content": plain_text(blocks)}
         return
     for block in blocks:
         if isinstance(block, _Result):
-            named = {"role": "tool", "tool_call_id": plain_text(block.tool_use_id)}
-            content = _joined(block.content, "tool")
+            head = {"role": "tool", "tool_call_id": plain_text(block.tool_use_id)}
+            content = _text_of(block.content, "tool")
             if block.is_error:
                 content = f"Error: {content or 'the tool failed'}"
-            yield {**named, "content": content}
-    texts = [each for each in blocks if not isinstance(each, _Result | _Use)]
+            yield {**head, "content": content}
+    texts = [block for block in blocks if not isinstance(block, _Result | _Use)]
     calls = [
-        plain_call(each.id, each.name, json.dumps(each.input))
-        for each in blocks
-        if isinstance(each, _Use)
+        plain_call(block.id, block.name, json.dumps(block.input))
+        for block in blocks
+        if isinstance(block, _Use)
     ]
     if calls:
-        yield {"role": given.role, "content": _joined(texts, given.role), "tool_calls": calls}
-    elif texts or given.role == "assistant":
-        yield {"role": given.role, "content": _joined(texts, given.role)}
+        yield {"role": message.role, "content": _text_of(texts, message.role), "tool_calls": calls}
+    elif texts or message.role == "assistant":
+        yield {"role": message.role, "content": _text_of(texts, message.role)}
 
 
-def _joined(content: str | Sequence[_Text | _Thinking], role: str) -> str:
+def _text_of(content: str | Sequence[_Text | _Thinking], role: str) -> str:
     if isinstance(content, str):
         return plain_text(content)
-    return plain_text(between(role).join(_shown(block) for block in content))
+    return plain_text(between(role).join(_block_text(block) for block in content))
 
 
-def _shown(block: _Text | _Thinking) -> str:
+def _block_text(block: _Text | _Thinking) -> str:
     if isinstance(block, _Text):
         return block.text
-    before, after = _unsigned(block.signature)
-    return f"{before}{block.thinking}{after}"
+    prefix, suffix = _read_signature(block.signature)
+    return f"{prefix}{block.thinking}{suffix}"
 
 
 # ---- our answers
 
 
-def _answer(asked: Asked, reply: Reply, blocks: Sequence[Message]) -> dict[str, Any]:
+def _answer(request: ChatRequest, reply: Reply, blocks: Sequence[Message]) -> dict[str, Any]:
     return {
         "id": f"msg_{reply.id}",
         "type": "message",
         "role": "assistant",
-        "model": asked.model,
+        "model": request.model,
         "content": list(blocks),
         **_end(reply),
         "usage": {"input_tokens": reply.num_prompt_tokens, **_usage(reply)},
@@ -233,10 +233,10 @@ def _blocks(reply: Reply) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if end:
         inner = thinking.removeprefix(_THINK)
-        before = thinking[: len(thinking) - len(inner.lstrip())]
-        after = f"{inner[len(inner.rstrip()) :] if inner.strip() else ''}{end}"
-        after += text[: len(text) - len(text.lstrip())]
-        signed = {"thinking": inner.strip(), "signature": _signed(before, after)}
+        prefix = thinking[: len(thinking) - len(inner.lstrip())]
+        suffix = f"{inner[len(inner.rstrip()) :] if inner.strip() else ''}{end}"
+        suffix += text[: len(text) - len(text.lstrip())]
+        signed = {"thinking": inner.strip(), "signature": _signature(prefix, suffix)}
         blocks.append({"type": "thinking", **signed})
         text = text.lstrip()
     else:
@@ -244,28 +244,28 @@ def _blocks(reply: Reply) -> list[dict[str, Any]]:
     if text or not (reply.calls or blocks):
         blocks.append({"type": "text", "text": text})
     for call in reply.calls:
-        given = json.loads(call.arguments, parse_constant=str)  # NaN is JSON to Python alone
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+        arguments = json.loads(call.arguments, parse_constant=str)  # NaN is JSON to Python alone
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
     return blocks
 
 
-def _signed(before: str, after: str) -> str:
-    return base64.b64encode(json.dumps([before, after]).encode()).decode()
+def _signature(prefix: str, suffix: str) -> str:
+    return base64.b64encode(json.dumps([prefix, suffix]).encode()).decode()
 
 
-def _unsigned(signature: str) -> tuple[str, str]:
+def _read_signature(signature: str) -> tuple[str, str]:
     """Return what stood around a thinking; the usual where the signature is not one of ours."""
     try:
-        before, after = json.loads(base64.b64decode(signature, validate=True))
+        prefix, suffix = json.loads(base64.b64decode(signature, validate=True))
     except (ValueError, TypeError, RecursionError):
         return _PLAIN_THINKING
-    is_ours = isinstance(before, str) and isinstance(after, str)
-    return (before, after) if is_ours else _PLAIN_THINKING
+    is_ours = isinstance(prefix, str) and isinstance(suffix, str)
+    return (prefix, suffix) if is_ours else _PLAIN_THINKING
 
 
-def _events(asked: Asked, reply: Reply) -> Iterator[str]:
-    """The response is complete before its first event: clients get each block in one piece."""
-    start = _answer(asked, reply, [])
+def _events(request: ChatRequest, reply: Reply) -> Iterator[str]:
+    """Yield the events of a complete response: clients get each block in one piece."""
+    start = _answer(request, reply, [])
     start |= {"stop_reason": None, "stop_sequence": None}
     yield event("message_start", message={**start, "usage": {**start["usage"], "output_tokens": 0}})
     for index, block in enumerate(_blocks(reply)):

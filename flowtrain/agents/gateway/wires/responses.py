@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from flowtrain.agents.gateway.plain import Asked, Message, Reply
+from flowtrain.agents.gateway.plain import ChatRequest, Message, Reply
 from flowtrain.agents.gateway.wires.chat import error
 from flowtrain.agents.gateway.wires.forms import (
     MAX_SHOWN,
@@ -43,29 +43,29 @@ _DEFAULTS: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def read(body: bytes) -> Asked:
-    given = read_form(_Request, body, _IGNORED, _DEFAULTS)
-    items = given.input
+def read(body: bytes) -> ChatRequest:
+    form = read_form(_Request, body, _IGNORED, _DEFAULTS)
+    items = form.input
     if isinstance(items, str):
         items = [_Item(role="user", content=items)]
-    system = [{"role": "system", "content": plain_text(given.instructions)}]
-    return Asked(
-        model=given.model[:MAX_SHOWN],
+    system = [{"role": "system", "content": plain_text(form.instructions)}]
+    return ChatRequest(
+        model=form.model[:MAX_SHOWN],
         messages=tuple(_messages(items)),
-        tools=tuple(plain_tool(t.name, t.description, t.parameters) for t in given.tools),
-        reads_calls=bool(given.tools) and given.tool_choice == "auto",
-        max_new_tokens=given.max_output_tokens,
+        tools=tuple(plain_tool(t.name, t.description, t.parameters) for t in form.tools),
+        reads_calls=bool(form.tools) and form.tool_choice == "auto",
+        max_new_tokens=form.max_output_tokens,
         stop=(),
-        stream=given.stream,
-        instructions=tuple(system) if given.instructions else (),
-        after=given.previous_response_id.removeprefix("resp_"),
+        stream=form.stream,
+        instructions=tuple(system) if form.instructions else (),
+        after=form.previous_response_id.removeprefix("resp_"),
     )
 
 
-def write(asked: Asked, reply: Reply) -> bytes:
-    if asked.stream:
-        return "".join(_events(asked, reply)).encode()
-    return json.dumps(_answer(asked, reply)).encode()
+def write(request: ChatRequest, reply: Reply) -> bytes:
+    if request.stream:
+        return "".join(_events(request, reply)).encode()
+    return json.dumps(_answer(request, reply)).encode()
 
 
 # ---- their form
@@ -143,15 +143,15 @@ class _Request(BaseModel):
 
 
 def _messages(items: Sequence[_Call | _Result | _Item]) -> list[Message]:
-    """A reply is an item for its text and one for each call; they become one message again."""
+    """Join the items of a reply, one for its text and one for each call, into one message again."""
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         if isinstance(item, _Result):
-            named = {"role": "tool", "tool_call_id": plain_text(item.call_id)}
-            messages.append({**named, "content": _joined(item.output, "tool")})
+            head = {"role": "tool", "tool_call_id": plain_text(item.call_id)}
+            messages.append({**head, "content": _text_of(item.output, "tool")})
         elif isinstance(item, _Item):
             role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": _joined(item.content, role)})
+            messages.append({"role": role, "content": _text_of(item.content, role)})
         else:
             if not number or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
@@ -160,7 +160,7 @@ def _messages(items: Sequence[_Call | _Result | _Item]) -> list[Message]:
     return list(messages)
 
 
-def _joined(content: str | Sequence[_Part], role: str) -> str:
+def _text_of(content: str | Sequence[_Part], role: str) -> str:
     if isinstance(content, str):
         return plain_text(content)
     return plain_text(between(role).join(part.text for part in content))
@@ -169,7 +169,7 @@ def _joined(content: str | Sequence[_Part], role: str) -> str:
 # ---- our answers
 
 
-def _answer(asked: Asked, reply: Reply, status: str = "") -> dict[str, Any]:
+def _answer(request: ChatRequest, reply: Reply, status: str = "") -> dict[str, Any]:
     is_whole = reply.finish_reason != "length"
     num_prompt, num_response = reply.num_prompt_tokens, reply.num_response_tokens
     return {
@@ -179,14 +179,14 @@ def _answer(asked: Asked, reply: Reply, status: str = "") -> dict[str, Any]:
         "status": status or ("completed" if is_whole else "incomplete"),
         "incomplete_details": None if is_whole or status else {"reason": "max_output_tokens"},
         "error": None,
-        "model": asked.model,
+        "model": request.model,
         "metadata": {},
-        "instructions": asked.instructions[0]["content"] if asked.instructions else None,
+        "instructions": request.instructions[0]["content"] if request.instructions else None,
         "output": [] if status else _items(reply),
         "parallel_tool_calls": True,
-        "previous_response_id": f"resp_{asked.after}" if asked.after else None,
-        "tool_choice": "auto" if asked.reads_calls or not asked.tools else "none",
-        "tools": [{"type": "function", "strict": False, **t["function"]} for t in asked.tools],
+        "previous_response_id": f"resp_{request.after}" if request.after else None,
+        "tool_choice": "auto" if request.reads_calls or not request.tools else "none",
+        "tools": [{"type": "function", "strict": False, **t["function"]} for t in request.tools],
         "usage": None
         if status
         else {
@@ -206,9 +206,9 @@ def _items(reply: Reply) -> list[dict[str, Any]]:
         head = {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "status": status}
         items.append({**head, "content": [_text_part(reply.text)]})
     for call in reply.calls:
-        named = {"id": f"fc_{call.id}", "type": "function_call", "call_id": call.id}
+        call_head = {"id": f"fc_{call.id}", "type": "function_call", "call_id": call.id}
         items.append(
-            {**named, "name": call.name, "arguments": call.arguments, "status": "completed"}
+            {**call_head, "name": call.name, "arguments": call.arguments, "status": "completed"}
         )
     return items
 
@@ -217,14 +217,14 @@ def _text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _events(asked: Asked, reply: Reply) -> Iterator[str]:
-    """The response is complete before its first event: clients get each item in one piece."""
-    begun, ended = _answer(asked, reply, "in_progress"), _answer(asked, reply)
-    found: list[tuple[str, dict[str, Any]]] = [
-        ("response.created", {"response": begun}),
-        ("response.in_progress", {"response": begun}),
+def _events(request: ChatRequest, reply: Reply) -> Iterator[str]:
+    """Yield the events of a complete response: clients get each item in one piece."""
+    initial, final = _answer(request, reply, "in_progress"), _answer(request, reply)
+    events: list[tuple[str, dict[str, Any]]] = [
+        ("response.created", {"response": initial}),
+        ("response.in_progress", {"response": initial}),
     ]
-    for index, item in enumerate(ended["output"]):
+    for index, item in enumerate(final["output"]):
         place = {"item_id": item["id"], "output_index": index}
         is_call = item["type"] == "function_call"
         empty = {
@@ -232,15 +232,15 @@ def _events(asked: Asked, reply: Reply) -> Iterator[str]:
             "status": "in_progress",
             **({"arguments": ""} if is_call else {"content": []}),
         }
-        found.append(("response.output_item.added", {"output_index": index, "item": empty}))
-        found += _of_call(item, place) if is_call else _of_text(item, place)
-        found.append(("response.output_item.done", {"output_index": index, "item": item}))
-    found.append((f"response.{ended['status']}", {"response": ended}))
-    for number, (kind, data) in enumerate(found):
+        events.append(("response.output_item.added", {"output_index": index, "item": empty}))
+        events += _call_events(item, place) if is_call else _text_events(item, place)
+        events.append(("response.output_item.done", {"output_index": index, "item": item}))
+    events.append((f"response.{final['status']}", {"response": final}))
+    for number, (kind, data) in enumerate(events):
         yield event(kind, sequence_number=number, **data)
 
 
-def _of_call(
+def _call_events(
     item: Mapping[str, Any], place: Mapping[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     kind, arguments = "response.function_call_arguments", item["arguments"]
@@ -248,7 +248,7 @@ def _of_call(
     yield f"{kind}.done", {**place, "name": item["name"], "arguments": arguments}
 
 
-def _of_text(
+def _text_events(
     item: Mapping[str, Any], place: Mapping[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     (part,) = item["content"]

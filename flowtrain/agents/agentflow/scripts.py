@@ -111,14 +111,14 @@ def with_script(module: T, script: Script) -> T:
 
 def next_step(task: Task, memory: Memory) -> PlanStep:
     """Return the first step of the plan that is left, or the last one when none is left."""
-    left = steps_left(task, memory)
-    return left[0] if left else task.plan[-1]
+    steps = steps_left(task, memory)
+    return steps[0] if steps else task.plan[-1]
 
 
 def steps_left(task: Task, memory: Memory) -> list[PlanStep]:
     """Return the steps of the plan that the memory does not have yet, in order."""
-    left = list(task.plan)
+    steps = list(task.plan)
     for entry in memory.entries:
-        if left and (entry.sub_goal, entry.tool_name) == (left[0].sub_goal, left[0].tool_name):
-            left.pop(0)
-    return left
+        if steps and (entry.sub_goal, entry.tool_name) == (steps[0].sub_goal, steps[0].tool_name):
+            steps.pop(0)
+    return steps

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from flowtrain.agents.agentflow.expert import scripted
 from flowtrain.agents.agentflow.flow import Flow
+from flowtrain.agents.agentflow.scripts import scripted
 from flowtrain.agents.agentflow.teacher import taught
 from flowtrain.agents.base import Agent
 from flowtrain.config import Config
