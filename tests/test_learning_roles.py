@@ -47,7 +47,7 @@ def prepared(place: Path, run: str, cleanup: ExitStack, **sections: object) -> R
     cleanup.callback(world.leave)
     options = config(place, run, 1, **sections)
     trained = (options.train.policy,)
-    components = RunComponents.prepare(options, Placement.colocated(world), asked=trained)
+    components = RunComponents.prepare(options, Placement.colocated(world), asked_policies=trained)
     cleanup.callback(components.close)
     return dataclasses.replace(components, tasks=with_plans(components.tasks))
 

@@ -296,7 +296,7 @@ def full(*_, **__):
 @pytest.mark.parametrize(
     ("module", "owner", "name", "what"),
     [
-        ("training", "checkpoint", "HuggingFaceStorageWriter.write_data", "checkpoints"),
+        ("trainer", "checkpoint", "HuggingFaceStorageWriter.write_data", "checkpoints"),
         ("weights.stores.folder", "WeightStore", "collect_garbage", "weights"),
         ("weights.stores.folder", "WeightStore", "rollback", "weights"),
     ],
