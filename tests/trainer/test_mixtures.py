@@ -38,6 +38,7 @@ from flowtrain.trainer.model.lora import add_adapter
 from flowtrain.trainer.packing import PackedRow, pack_row, pack_rows
 from flowtrain.trainer.setup import memory_plan
 from flowtrain.trainer.setup.memory_plan import activations
+from flowtrain.trainer.step_metrics import StepMetrics
 from flowtrain.trainer.trainer import OptimSpec, Trainer
 from flowtrain.utils.commands import end_process
 from flowtrain.weights import Publisher, PublishOptions, WeightStore
@@ -189,6 +190,13 @@ def in_rows(model: PreTrainedModel, rows: Sequence[PackedRow]) -> tuple[float, d
     return total, gradients(model)
 
 
+def in_walk(model: PreTrainedModel, row: PackedRow, budget: int) -> tuple[float, dict[str, Tensor]]:
+    world = World(0, 1, torch.device("cpu"))
+    trainer = Trainer(model, world, LossSpec(), OptimSpec(lr=1.0), token_budget=budget)
+    loss = trainer.forward_backward([row], float(row.loss_weight_T.sum()), StepMetrics())
+    return loss.item(), gradients(model)
+
+
 def assert_equal(ours: tuple[float, dict], truth: tuple[float, dict]) -> None:
     assert ours[0] == pytest.approx(truth[0], rel=1e-5, abs=1e-5)
     assert ours[1].keys() == truth[1].keys()
@@ -224,6 +232,7 @@ def test_a_tree_is_its_samples_one_by_one(
         samples = routed(samples, form.num_experts, form.num_chosen)
     truth = one_by_one(plain, samples, form)
     assert_equal(in_rows(ours, [pack_row(samples)]), truth)
+    assert_equal(in_walk(ours, pack_row(samples), 3), truth)
     assert_equal(in_rows(ours, pack_rows(samples, 7)), truth)
     assert_equal(in_rows(ours, [pack_row(samples, share=False)]), truth)
 
