@@ -1,6 +1,6 @@
 """Attention over a packed row on a CPU: its segments side by side.
 
-A row of N tokens is a forest (see `tree.py`). It falls into segments, runs of tokens without a
+A row of N tokens is a forest (see `packing.py`). It falls into segments, runs of tokens without a
 branch; the queries of a segment see the keys of its ancestors and, causally, its own. Segments are
 computed in blocks of similar shape padded to the largest of the block, so that no N x N mask exists
 and hardly a FLOP is spent on padding or between branches.

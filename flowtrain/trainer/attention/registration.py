@@ -1,6 +1,6 @@
 """Attention over packed rows, for any Hugging Face decoder through its attention interface.
 
-A row of N tokens is a forest (see `tree.py`). Attention alone looks at its structure; everything
+A row of N tokens is a forest (see `packing.py`). Attention alone looks at its structure; everything
 else in the model runs on the row as it is. On a CPU it falls into segments (`forest.py`); on a GPU
 `flex.py` has a mask.
 
