@@ -87,7 +87,7 @@ def _work(status: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _policies(policies: Mapping[str, Any]) -> Iterator[Metric]:
-    """Yield the metrics of policies, whose names are those of `types.PolicyName`."""
+    """Yield the metrics of policies, whose names are those of `records.PolicyName`."""
     by_policy = ("policy",)
 
     def by_name(key: str) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Gated DeltaNet (arXiv:2412.06464) on packed rows: recurrent layers whose state follows the tree.
 
-A row of N tokens is a forest (see `packing.py`), and a recurrent layer would run through it as through
-one text: every segment but the first would begin with a stranger's state. Here a segment begins
-with the state that its parent ends with. All segments of one depth run side by side, in groups of
+A row of N tokens is a forest (see `packing.py`), and a recurrent layer would run through it as one
+text: every segment but the first would begin with a stranger's state. Here a segment begins with
+the state that its parent ends with. All segments of one depth run side by side, in groups of
 similar length, padded with tokens that leave a state as it is; gradients of a state that several
 children begin with add up. The convolution before it reads the last tokens of the path.
 

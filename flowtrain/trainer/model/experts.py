@@ -2,7 +2,7 @@
 
 A sampler and a trainer choose other experts for some tokens, because a rounding moves a score past
 its neighbour's; their log-probs then differ by far more than a rounding. So the experts that the
-sampler chose come with the tokens (`types.Routes`), and a pass over a row reads along them
+sampler chose come with the tokens (`records.Routes`), and a pass over a row reads along them
 (R3, arXiv:2510.11370). The experts' weights are taken from the pass's own scores, so that the
 router learns as ever. Every pass over a row that has routes does so: training, its rescoring, and
 the reference policy, whose KL to a policy of equal weights is then exactly 0.
