@@ -189,6 +189,8 @@ def _row_starts(lengths: Sequence[int], shared: Sequence[int], token_budget: int
         lengths: tokens of each sample, in the order of packing.
         shared: tokens that each has in common with the one before.
     """
+    if sum(lengths) - sum(shared) <= token_budget:  # one row, which costs least
+        return [0] if lengths else []
     # A row from sample a to b has ends[b] + offset_S[a] tokens, the fewer the later it begins.
     ends = list(accumulate(length - num for length, num in zip(lengths, shared, strict=True)))
     offset_S = torch.tensor(lengths) - torch.tensor(ends)

@@ -149,6 +149,18 @@ def test_any_way_to_hold_the_model(
     assert distance(grads[1], grads[0]) < 1e-5
 
 
+def test_in_bf16_a_walk_errs_no_more_than_the_whole_row(tiny_path: str, alone: World) -> None:
+    samples = make_samples(GROUPS["turns that extend each other"])
+    errors, truth = [], None
+    for dtype, budget in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 4)):
+        model = models.load_model(tiny_path, torch.float32).to(dtype)
+        trainer = Trainer(model, alone, LossSpec(), OptimSpec(lr=1e-2), token_budget=budget)
+        found = gradient_of(trainer, [pack_row(samples)])
+        truth = truth or found
+        errors.append(distance({name: g.float() for name, g in found.items()}, truth))
+    assert errors[0] == 0 < errors[2] < 1.5 * errors[1] + 1e-3
+
+
 def test_ranks_meet_in_every_pass() -> None:
     once, walked = [True] * 3, [False, False, True, True, True]
     assert _common([once, walked, once]) == [True] * 3 + [False, False, True, True, True]

@@ -136,7 +136,7 @@ class Forest:
             is_plain = window is None and sink_H is None and not dropout
             if is_plain and key_1HND.shape == value_1HND.shape:
                 layout, tensors = self.layout(), (query_1HND, key_1HND, value_1HND)
-                return attend_below(layout, scaling, *tensors, list(before))
+                return attend_below(layout, scaling, *tensors, before)
             pairs = zip(*before, (key_1HND, value_1HND), strict=True)
             key_1HND, value_1HND = (torch.cat(parts, 2) for parts in pairs)
         num_before = key_1HND.shape[2] - query_1HND.shape[2]

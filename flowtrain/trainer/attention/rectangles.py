@@ -11,7 +11,7 @@ N: tokens of the piece, P: tokens of an open piece, H: heads of queries, K: of k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,7 @@ def attend_below(
     query_1HND: Tensor,
     key_1KND: Tensor,
     value_1KND: Tensor,
-    before: list[tuple[Tensor, Tensor]],
+    before: Sequence[tuple[Tensor, Tensor]],
 ) -> Tensor:
     """Return [1, N, H, D].
 
@@ -68,11 +68,10 @@ class _Attention(torch.autograd.Function):
             outs_NHD.append(out_1HND[0].transpose(0, 1))
             lses_NH.append(lse_1HN[0].T)
         lse_NH = torch.stack(lses_NH).logsumexp(0)
-        out_NHD = sum(
-            out * (lse - lse_NH).exp()[..., None].to(out.dtype)
-            for out, lse in zip(outs_NHD, lses_NH, strict=True)
-        )
-        assert isinstance(out_NHD, Tensor)
+        shares_NH = (torch.stack(lses_NH) - lse_NH).exp()  # fp32 in 16-bit passes, as lse is
+        parts = zip(outs_NHD, shares_NH, strict=True)
+        merged_NHD = torch.stack([out * share[..., None] for out, share in parts]).sum(0)
+        out_NHD = merged_NHD.to(query.dtype)
         ctx.layout, ctx.scaling = layout, scaling
         ctx.save_for_backward(query, key, value, out_NHD, lse_NH, *before)
         return out_NHD[None]
