@@ -6,18 +6,17 @@ Rows of AgentFlow's shape with 3 and with 10 turns (`bench/agentflow_shape.py`),
 scale 1 they have 18,017, 64,460 and 16,384 tokens. Heads of Qwen2.5 0.5B and 7B.
 
 flex         what the trainer takes
-heavy first  flex with siblings laid out by the size of their subtrees, the largest first
+rectangles   what others see of the tree's root by cuDNN, the rest by flex (train.attention)
 split        flex with each group's query heads in batches of their own, so that no program walks
              over all of them in the backward pass
-root         what others see of the tree's root by cuDNN, the rest by flex (bench/tree_attention.py)
 trl          TRL's attention over its own tree of the samples, on torch's FlashAttention 2
 causal       the chain by torch's SDPA without a mask, by the kernel that it chooses or by another
 
-On a CPU there is no backward pass, `root` and `trl` have other kernels, and whatever names a kernel
-needs a GPU. TFLOP/s counts the pairs of tokens that see each other, 4 FLOPs per channel forward and
-10 backward. `max_diff` is against flex where that ran before, relative to the largest entry of the
-output and of the three gradients, on the tokens of the row: another order, or TRL's copies of
-tokens, are taken back first.
+On a CPU there is no backward pass, `rectangles` and `trl` have other kernels, and whatever names a
+kernel needs a GPU. TFLOP/s counts the pairs of tokens that see each other, 4 FLOPs per channel
+forward and 10 backward. `max_diff` is against flex where that ran before, relative to the largest
+entry of the output and of the three gradients, on the tokens of the row: TRL's order and its copies
+of tokens are taken back first.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _BACKENDS = {
     "causal flash": SDPBackend.FLASH_ATTENTION,
     "causal efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-_TREE_WAYS = ("flex", "heavy first", "split", "root", "trl")
+_TREE_WAYS = ("flex", "rectangles", "split", "trl")
 _CHAIN_WAYS = ("flex", "causal", *_BACKENDS)
 GPU_WAYS = tuple(_BACKENDS)
 """Ways that do not run on a CPU."""
@@ -202,14 +201,11 @@ def way_of(kind: str, case: Case) -> Way:
         raise RuntimeError("a GPU is needed")
     if kind == "flex":
         return Way("FlexAttention", flex.FlexTree.of(ends_N).attend)
-    if kind == "heavy first":
-        order_N, new_ends_N = tree_attention.heavy_first(ends_N)
-        return Way("FlexAttention", flex.FlexTree.of(new_ends_N).attend, order_N, order_N.argsort())
     if kind == "split":
         return Way("FlexAttention", SplitTree.of(ends_N).attend)
-    if kind == "root":
+    if kind == "rectangles":
         library = "cuDNN" if device.type == "cuda" else "torch's flash for CPUs"
-        attend = tree_attention.RootTree.of(ends_N).attend
+        attend = flex.FlexTree.of(ends_N, rectangles=True).attend
         return Way(f"{library} and FlexAttention", attend)
     if kind == "trl":
         packed = tree_attention.trl_row(case.samples)

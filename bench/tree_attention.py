@@ -1,9 +1,5 @@
 """Ways of attention over token trees that `bench.attention` measures and the trainer does not take.
 
-In a row, the keys of a segment are one slice, and the queries behind it that see all of them are
-another: a dense rectangle. That of the root holds most pairs of a tree (77 % with 3 turns of
-AgentFlow's shape, 55 % with 10). `RootTree` gives it to a library, and the rest to FlexAttention.
-
 TRL 1.16 gathers the keys of all ancestors of every segment for a kernel that knows sequences alone.
 """
 
@@ -27,7 +23,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from flowtrain.records import Sample
 from flowtrain.trainer.attention import flex
-from flowtrain.trainer.packing import PackedRow, Segment, segments
+from flowtrain.trainer.packing import PackedRow
 
 
 def run_flex(mask: BlockMask, *inputs: Tensor, scaling: float, lse: bool = False) -> Any:
@@ -80,169 +76,6 @@ def _batched(mask: BlockMask, num: int) -> BlockMask:
     make: Any = BlockMask.from_kv_blocks
     options = {"BLOCK_SIZE": mask.BLOCK_SIZE, "mask_mod": mask.mask_mod}
     return cast(BlockMask, make(*lists, **options, seq_lengths=mask.seq_lengths))
-
-
-def heavy_first(subtree_end_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Lay siblings out by the size of their subtrees, the largest first.
-
-    Returns:
-        the tokens in their new order, int64 [N], and `subtree_end` of the row that they make, [N].
-    """
-    ends = subtree_end_N.tolist()
-    children: dict[int, list[Segment]] = {}  # by the end of their parent
-    for part in segments(ends):
-        children.setdefault(part.ancestors[-1][1] if part.ancestors else 0, []).append(part)
-
-    def last_to_first(parent: int) -> list[Segment]:
-        found = children.get(parent, [])
-        # Of equals the first stays first.
-        return sorted(found, key=lambda part: (ends[part.start] - part.start, -part.start))
-
-    order: list[int] = []
-    waiting = last_to_first(0)
-    while waiting:
-        part = waiting.pop()
-        order += range(part.start, part.end)
-        waiting += last_to_first(part.end)
-    order_N = torch.tensor(order, device=subtree_end_N.device)
-    place_N = torch.arange(len(ends), device=subtree_end_N.device)
-    return order_N, place_N + (subtree_end_N - place_N)[order_N]
-
-
-@dataclass(frozen=True, slots=True)
-class RootTree:
-    """The structure of a row as `FlexTree` has it, without what the first tree's other tokens see
-    of its root: every one sees all of it.
-    """
-
-    rest: BlockMask
-    start: int
-    """Where the root ends, and those tokens begin."""
-    stop: int
-    """Where the first tree ends."""
-
-    @classmethod
-    def of(cls, subtree_end_N: Tensor) -> RootTree:
-        start = segments(subtree_end_N.tolist())[0].end
-        own_N = subtree_end_N.clone()
-        own_N[:start].clamp_(max=start)
-        return cls(flex.FlexTree.of(own_N).mask(), start, int(subtree_end_N[0]))
-
-    def attend(
-        self, query_1HND: Tensor, key_1KND: Tensor, value_1KND: Tensor, *, scaling: float
-    ) -> Tensor:
-        """See `Forest.attend`."""
-        inputs = [query_1HND, key_1KND, value_1KND]
-        out, lse = run_flex(self.rest, *inputs, scaling=scaling, lse=True)
-        if self.start < self.stop:
-            if not query_1HND.is_cuda:  # torch's kernel for CPUs has no groups
-                group = query_1HND.shape[1] // key_1KND.shape[1]
-                inputs[1:] = [x.repeat_interleave(group, 1) for x in inputs[1:]]
-            out = _WithRoot.apply(*inputs, out, lse, self.start, self.stop, scaling)
-        whole: Tensor = out.transpose(1, 2).contiguous()
-        return whole
-
-
-class _WithRoot(torch.autograd.Function):
-    """Add the root's rectangle to attention without it. M: queries of the rectangle.
-
-    Softmax over all keys is the mean of both outputs, weighted by exp(lse - whole lse). A library's
-    backward takes exp(scores - lse) for the probabilities and sum(grad * out) for what softmax
-    subtracts: given the whole lse and output, its gradients are those of whole attention.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query_1HND: Tensor,
-        key_1KND: Tensor,
-        value_1KND: Tensor,
-        rest_1HND: Tensor,
-        rest_lse_1HN: Tensor,
-        start: int,
-        stop: int,
-        scaling: float,
-    ) -> Tensor:
-        rectangle = query_1HND[:, :, start:stop], key_1KND[:, :, :start], value_1KND[:, :, :start]
-        root_1HMD, shaped_lse, ctx.state = _library(*rectangle, scaling)
-        rest = rest_1HND[:, :, start:stop], rest_lse_1HN[:, :, start:stop]
-        root_lse_1HM = shaped_lse.reshape(rest[1].shape)
-        out_1HMD, lse_1HM = _fused(_merged, root_1HMD)(root_1HMD, root_lse_1HM, *rest)
-        # cuDNN's is [1, H, M, 1], and another layout of it would be misread.
-        shaped_lse = torch.empty_like(shaped_lse).copy_(lse_1HM.view_as(shaped_lse))
-        out_1HMD = out_1HMD.contiguous()
-        ctx.save_for_backward(*rectangle, *rest, out_1HMD, shaped_lse)
-        ctx.bounds, ctx.scaling = (start, stop), scaling
-        whole_1HND = rest_1HND.clone()
-        whole_1HND[:, :, start:stop] = out_1HMD
-        return whole_1HND
-
-    @staticmethod
-    def backward(ctx: Any, grad_1HND: Tensor) -> tuple[Tensor | None, ...]:
-        *rectangle, rest_1HMD, rest_lse_1HM, out_1HMD, shaped_lse = ctx.saved_tensors
-        (start, stop), num_tokens = ctx.bounds, grad_1HND.shape[2]
-        grad_1HMD = grad_1HND[:, :, start:stop].contiguous()
-        given = grad_1HMD, *rectangle, out_1HMD, shaped_lse
-        query_grad, key_grad, value_grad = _library_backward(ctx.state, ctx.scaling, *given)
-        rest = rest_1HMD, rest_lse_1HM, out_1HMD, shaped_lse.reshape(rest_lse_1HM.shape)
-        grad_1HMD, lse_grad_1HM = _fused(_share, grad_1HMD)(grad_1HMD, *rest)
-        rest_grad = grad_1HND.clone(memory_format=torch.contiguous_format)
-        rest_grad[:, :, start:stop] = grad_1HMD
-        behind = num_tokens - stop
-        return (
-            F.pad(query_grad, (0, 0, start, behind)),
-            F.pad(key_grad, (0, 0, 0, num_tokens - start)),
-            F.pad(value_grad, (0, 0, 0, num_tokens - start)),
-            rest_grad,
-            F.pad(lse_grad_1HM, (start, behind)),
-            *(None, None, None),
-        )
-
-
-def _merged(root: Tensor, root_lse: Tensor, rest: Tensor, rest_lse: Tensor) -> tuple[Tensor, ...]:
-    lse = torch.logaddexp(root_lse, rest_lse)
-    weight = (root_lse - lse).exp()[..., None]
-    return torch.lerp(rest.float(), root.float(), weight).to(rest.dtype), lse
-
-
-def _share(
-    grad: Tensor, rest: Tensor, rest_lse: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gradients of the rest's output and of its log-sum-exp."""
-    weighted = grad.float() * (rest_lse - lse).exp()[..., None]
-    return weighted.to(grad.dtype), (weighted * (rest.float() - out.float())).sum(-1)
-
-
-def _fused(function: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
-    return _compiled(function) if like.is_cuda else function
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
-
-
-def _library(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Any:
-    """(output, log-sum-exp in the library's shape, what its backward takes besides)"""
-    if not query.is_cuda:
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return *attend(query, key, value, scale=scaling), ()
-    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
-    out, lse, *state, _ = attend(query, key, value, None, True, scale=scaling)
-    return out, lse, state
-
-
-def _library_backward(state: Sequence[Any], scaling: float, *given: Tensor) -> Any:
-    """The gradients by queries, keys and values.
-
-    `given`: the output's gradient, queries, keys, values, the output, its log-sum-exp.
-    """
-    if not given[0].is_cuda:
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return backward(*given, 0.0, False, scale=scaling)
-    *sequences, seed, offset = state
-    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-    return backward(*given, seed, offset, None, *sequences, 0.0, False, scale=scaling)
 
 
 @functools.cache

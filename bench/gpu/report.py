@@ -146,7 +146,7 @@ def _attention(rows: Sequence[Row]) -> Iterator[Finding]:
     }
     for (heads, layout, way), taken in ms.items():
         other, goal = ("causal", 1.5) if way == "flex" else ("flex", 1.0)
-        if way in ("flex", "heavy first", "root", "split") and (heads, layout, other) in ms:
+        if way in ("flex", "rectangles", "split") and (heads, layout, other) in ms:
             text = f"attention, {way} over {other}, {heads}, {layout}"
             yield Finding(text, taken / ms[heads, layout, other], "<=", goal)
 

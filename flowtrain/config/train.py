@@ -48,9 +48,10 @@ class Train(Section):
     recompute: bool = False
     """keep only the layers' inputs and recompute the rest in the backward pass: far less memory for
     about a third more time"""
-    attention: Literal["auto", "sdpa", "flex", "flash"] = "auto"
-    """attention over token trees: torch's SDPA on runs of tokens; FlexAttention by Triton (flex) or
-    by the package flash-attn-4 (flash); auto: flex on a GPU, else sdpa"""
+    attention: Literal["auto", "sdpa", "flex", "rectangles", "flash"] = "auto"
+    """attention over token trees: torch's SDPA on runs of tokens; FlexAttention by Triton (flex),
+    with cuDNN for what all that follows sees (rectangles), or by the package flash-attn-4 (flash);
+    auto: flex on a GPU, else sdpa"""
     compile: bool = False
     """compile each decoder layer"""
     fused_layers: bool = True

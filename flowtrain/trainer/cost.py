@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from flowtrain.trainer.attention.registration import windows_of
@@ -65,10 +67,14 @@ class ForwardCost:
         without the tokens that the row repeats, so that each of a tree counts once however it was
         cut.
         """
-        num_less = row.num_repeated_tokens * once
-        seen_N = row.position_ids_N[num_less:] + 1
-        flops = self.per_token * len(seen_N) + self.per_target * len(row.target_ids_T)
-        flops += self.per_pair * int(seen_N.sum())
+        seen_N = row.position_ids_N + 1
+        flops = self._flops_of(seen_N) + self.per_target * len(row.target_ids_T)
+        # What a row repeats is the path to its first sample.
+        return flops - once * self._flops_of(torch.arange(1, row.num_repeated_tokens + 1))
+
+    def _flops_of(self, seen_N: Tensor) -> float:
+        """Count those of tokens that see so many each."""
+        flops = self.per_token * len(seen_N) + self.per_pair * int(seen_N.sum())
         for window, per_pair in self.per_near_pair:
             flops += per_pair * int(seen_N.clamp(max=window).sum())
         return flops

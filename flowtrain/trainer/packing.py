@@ -23,6 +23,7 @@ from flowkernels import SamplingMask
 from torch import Tensor
 
 from flowtrain.records import Sample, SampleId
+from flowtrain.trainer.tree_shape import heaviest_first, subtree_ends
 from flowtrain.utils.prefixes import num_shared as _num_shared
 
 Inputs = tuple[int, ...]
@@ -69,7 +70,7 @@ class PackedRow:
     num_unshared_tokens: int
     """Tokens that the samples would take without sharing."""
     num_repeated_tokens: int = 0
-    """So many of its first tokens are in the row before as well, because a tree was cut there."""
+    """So many of its tokens are in the row before as well, because a tree was cut there."""
     has_idle_targets: bool = False
     """Some targets have no weight; known on the host, so that nobody waits for a GPU to count."""
     ref_logprob_T: Tensor | None = None
@@ -107,24 +108,6 @@ class PackedRow:
             name: x.to(device, non_blocking=True) for name, x in values if isinstance(x, Tensor)
         }
         return replace(self, **moved)
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Tokens start to end - 1 of the row, each the only child of the one before it."""
-
-    start: int
-    end: int
-    ancestors: tuple[tuple[int, int], ...]
-    """Token ranges from the root of the tree to the parent."""
-
-    @property
-    def num_queries(self) -> int:
-        return self.end - self.start
-
-    @property
-    def num_keys(self) -> int:
-        return self.num_queries + sum(end - start for start, end in self.ancestors)
 
 
 def pack(
@@ -230,7 +213,9 @@ def in_order(samples: Sequence[Sample], parts: Sequence[Tensor]) -> list[Tensor]
 
 
 def pack_row(samples: Sequence[Sample], share: bool = True) -> PackedRow:
-    """The trie of the samples' inputs, depth first; targets are in the order of the samples."""
+    """The trie of the samples' inputs, depth first, the largest of siblings first; targets are in
+    the order of the samples.
+    """
     inputs = [_inputs(sample) for sample in samples]
     return _pack_row(samples, inputs, _packing_order(inputs), share)
 
@@ -245,7 +230,7 @@ def _pack_row(
     """`order`: the samples by their inputs, whose comparison takes long where much is shared."""
     input_ids: list[int] = []
     position_ids: list[int] = []
-    rows_of: dict[int, list[int]] = {}
+    tokens_of: dict[int, list[int]] = {}
     layout: list[tuple[int, int]] = []
     path: list[int] = []  # where the tokens of the sequence before are
     previous: Inputs = ()
@@ -258,9 +243,13 @@ def _pack_row(
         ]
         input_ids += sequence[num_shared:]
         position_ids += range(num_shared, len(sequence))
-        rows_of[index] = path[len(samples[index].prompt_ids) - 1 :]
+        tokens_of[index] = path[len(samples[index].prompt_ids) - 1 :]
         layout.append((index, num_shared))
         previous = sequence
+
+    order_N = heaviest_first(subtree_ends(position_ids))
+    place_N = order_N.argsort()
+    position_ids_N = torch.tensor(position_ids, dtype=torch.int64)[order_N]
 
     def targets(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32)
@@ -273,12 +262,12 @@ def _pack_row(
     mask_ids_K, mask_offsets_T1 = _mask_tensors(samples)
     routes_NLC, num_route_conflicts = _routes(samples, layout)
     return PackedRow(
-        input_ids_N=torch.tensor(input_ids, dtype=torch.int64),
-        position_ids_N=torch.tensor(position_ids, dtype=torch.int64),
-        subtree_end_N=torch.tensor(_subtree_ends(position_ids), dtype=torch.int64),
-        target_row_T=torch.tensor(
-            [row for index in range(len(samples)) for row in rows_of[index]], dtype=torch.int64
-        ),
+        input_ids_N=torch.tensor(input_ids, dtype=torch.int64)[order_N],
+        position_ids_N=position_ids_N,
+        subtree_end_N=torch.tensor(subtree_ends(position_ids_N.tolist()), dtype=torch.int64),
+        target_row_T=place_N[
+            torch.tensor([token for index in range(len(samples)) for token in tokens_of[index]])
+        ],
         target_ids_T=torch.tensor([x for s in samples for x in s.response_ids], dtype=torch.int64),
         old_logprob_T=targets([x for s in samples for x in s.old_logprobs or s.logprobs]),
         sampler_logprob_T=targets([x for s in samples for x in s.logprobs]),
@@ -295,7 +284,7 @@ def _pack_row(
         divisor_S=targets(divisors) if divisors else None,
         mask_ids_K=mask_ids_K,
         mask_offsets_T1=mask_offsets_T1,
-        routes_NLC=routes_NLC,
+        routes_NLC=None if routes_NLC is None else routes_NLC[order_N],
         version_T=_versions(samples),
         num_route_conflicts=num_route_conflicts,
     )
@@ -364,34 +353,5 @@ def empty_row() -> PackedRow:
     return replace(row, ref_logprob_T=row.old_logprob_T)
 
 
-def segments(subtree_end: Sequence[int]) -> list[Segment]:
-    """The runs of tokens without a branch, in order: within one, all subtrees end at the same
-    place.
-    """
-    found: list[Segment] = []
-    path: list[tuple[int, int]] = []
-    start = 0
-    for i in range(1, len(subtree_end) + 1):
-        if i < len(subtree_end) and subtree_end[i] == subtree_end[start]:
-            continue
-        while path and subtree_end[path[-1][0]] <= start:
-            path.pop()
-        found.append(Segment(start, i, tuple(path)))
-        path.append((start, i))
-        start = i
-    return found
-
-
 def _inputs(sample: Sample) -> Inputs:
     return sample.prompt_ids + sample.response_ids[:-1]
-
-
-def _subtree_ends(position_ids: Sequence[int]) -> list[int]:
-    """Depth first, a token's subtree ends at the next token that is not deeper than it."""
-    ends = [len(position_ids)] * len(position_ids)
-    still_open: list[int] = []
-    for i, depth in enumerate(position_ids):
-        while still_open and position_ids[still_open[-1]] >= depth:
-            ends[still_open.pop()] = i
-        still_open.append(i)
-    return ends

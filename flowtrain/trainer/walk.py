@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.packing import PackedRow, Segment, segments
+from flowtrain.trainer.packing import PackedRow
+from flowtrain.trainer.tree_shape import Segment, segments
 
 Range = tuple[int, int]
 """Tokens of a row, from the first to before the second."""

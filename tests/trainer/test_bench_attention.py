@@ -4,27 +4,20 @@ which FlexAttention has on a CPU where the check that refuses them is taken out.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
-from forests import is_valid_tree
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from bench import attention as bench
 from bench import tree_attention
 from bench.attention import Case, cases, measure_way, way_of
-from bench.tree_attention import RootTree, SplitTree, heavy_first
-from flowtrain.records import Sample
-from flowtrain.trainer.attention.flex import BLOCK, FlexTree, padded
-from flowtrain.trainer.attention.forest import Forest
-from flowtrain.trainer.packing import PackedRow, pack_row
+from bench.tree_attention import SplitTree
+from flowtrain.trainer.attention import flex
 
 CPU = torch.device("cpu")
 SHAPE = (4, 2, 16)
@@ -38,85 +31,6 @@ def backward() -> Iterator[None]:
         yield
 
 
-def random_row(seed: int) -> PackedRow:
-    """Up to three trees of a few words, so that samples fork anywhere; one is the heaviest."""
-    rng = random.Random(seed)
-
-    def ids(least: int, most: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(2) for _ in range(rng.randint(least, most)))
-
-    samples = []
-    for tree in range(3):
-        constant = (tree + 2,) * rng.randint(1, 40)
-        for _ in range(rng.randint(3, 6)):
-            response = ids(1, 20)
-            zeros = (0.0,) * len(response)
-            samples.append(Sample(constant + ids(0, 9), response, zeros, zeros, zeros))
-    return pack_row(samples)
-
-
-def sees(subtree_end_N: Tensor) -> Tensor:
-    """Who sees whom, bool [N, N]."""
-    place_N = torch.arange(len(subtree_end_N))
-    return (place_N <= place_N[:, None]) & (place_N[:, None] < subtree_end_N)
-
-
-def children_sizes(subtree_end: list[int], start: int, stop: int) -> list[int]:
-    """The sizes of the subtrees side by side in a part of a row."""
-    sizes = []
-    while start < stop:
-        sizes.append(subtree_end[start] - start)
-        start = subtree_end[start]
-    return sizes
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**6))
-def test_heaviest_first_keeps_who_sees_whom(seed: int) -> None:
-    ends_N = random_row(seed).subtree_end_N
-    order_N, new_ends_N = heavy_first(ends_N)
-    assert sorted(order_N.tolist()) == list(range(len(ends_N)))
-    assert is_valid_tree(new_ends_N)
-    assert torch.equal(sees(new_ends_N), sees(ends_N)[order_N][:, order_N])
-    new_ends = new_ends_N.tolist()
-    for start, stop in [(0, len(new_ends)), *((i + 1, end) for i, end in enumerate(new_ends))]:
-        sizes = children_sizes(new_ends, start, stop)
-        assert sizes == sorted(sizes, reverse=True)
-
-
-def test_a_row_that_is_laid_out_so_stays_as_it_is() -> None:
-    for ends in ([4, 4, 3, 4], [2, 2, 4, 4], [1, 2, 3]):  # of equals the first stays first
-        order_N, new_ends_N = heavy_first(torch.tensor(ends))
-        assert (order_N.tolist(), new_ends_N.tolist()) == (list(range(len(ends))), ends)
-
-
-@pytest.mark.parametrize(("seed", "num_kv_heads"), [(0, 1), (1, 2), (2, 4), (3, 2)])
-def test_the_root_by_a_library_is_the_attention_of_the_forest(
-    backward: None, seed: int, num_kv_heads: int
-) -> None:
-    ends_N = padded(random_row(seed)).subtree_end_N
-    rng = torch.Generator().manual_seed(seed)
-    shapes = [(1, number, len(ends_N), 16) for number in (4, num_kv_heads, num_kv_heads)]
-    inputs = [torch.randn(shape, generator=rng).requires_grad_() for shape in shapes]
-    upstream = torch.randn(1, len(ends_N), 4, 16, generator=rng)
-    tree = RootTree.of(ends_N)
-    assert 0 < tree.start < tree.stop < len(ends_N)  # a rectangle, and what is behind its tree
-    found = []
-    for own in (tree, FlexTree.of(ends_N), Forest.of(ends_N)):
-        out = own.attend(*inputs, scaling=0.3)
-        found.append([out, *torch.autograd.grad(out, inputs, upstream)])
-    for truth in found[1:]:
-        for ours, theirs in zip(found[0], truth, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-def test_a_chain_has_no_rectangle_of_a_root() -> None:
-    ends_N = torch.full((BLOCK,), BLOCK)
-    inputs = torch.randn(3, 1, 2, BLOCK, 16)
-    outs = [kind.of(ends_N).attend(*inputs, scaling=0.3) for kind in (RootTree, FlexTree)]
-    assert torch.equal(*outs)
-
-
 @pytest.fixture
 def case(backward: None) -> Case:
     """Two turns of two rollouts with the results of flex."""
@@ -128,9 +42,12 @@ def with_truth(case: Case) -> Case:
     return case
 
 
-@pytest.mark.parametrize("kind", ["flex", "heavy first", "split", "root", "trl"])
-def test_a_way_has_the_results_of_flex_and_a_row_that_says_so(case: Case, kind: str) -> None:
-    """Gradients too: of tokens in another order, and of copies, which are summed up."""
+@pytest.mark.parametrize("kind", ["flex", "rectangles", "split", "trl"])
+def test_a_way_has_the_results_of_flex_and_a_row_that_says_so(
+    case: Case, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients too: those of copies are summed up."""
+    monkeypatch.setattr(flex, "_MIN_PAIRS", 1)
     if kind == "trl":
         pytest.importorskip("trl")
     row = measure_way(case, kind, "tiny", 1)

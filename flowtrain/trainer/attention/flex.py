@@ -9,6 +9,11 @@ any number of blocks, so a new batch compiles nothing. Q: blocks of a row, B: of
 A window is a mask of its own, by the places of tokens on their paths. Sinks are taken off
 afterwards: with lse the log-sum-exp of a query's scores, out * sigmoid(lse - sink) is what a
 softmax over the sink as well would give.
+
+Most pairs of tokens that see each other are of a tree's root and what comes after it (77 % with 3
+turns of AgentFlow's shape, 55 % with 10), all of which sees all of the root. `rectangles` leave
+that to a library, and what a piece of a walk sees of the open path, in layers without windows and
+sinks.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +29,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flowtrain.records import UserError
+from flowtrain.trainer.attention.rectangles import join
 from flowtrain.trainer.packing import PackedRow
 
 BLOCK = 128
@@ -31,6 +37,16 @@ _TRITON: dict[str, Any] = {"IS_DIVISIBLE": True}
 """Options of the kernels: the compiler does not see that any N is a multiple of BLOCK, and would
 check bounds at every access."""
 _FLASH: dict[str, Any] = {"BACKEND": "FLASH"}
+_MIN_PAIRS = 1 << 20
+"""Pairs of tokens from which on a root's rectangle is worth a call of its own."""
+
+
+class Root(NamedTuple):
+    """The first run of a tree: tokens start to end - 1, which all up to stop - 1 see."""
+
+    start: int
+    end: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +60,31 @@ class FlexTree:
     and they ask nothing."""
     flash: bool
     """FlashAttention 4's kernels, which the package flash-attn-4 brings."""
+    beside: FlexTree | None = None
+    """What is left beside rectangles; None: there are none."""
+    roots: Sequence[Root] = ()
+    """Those that are rectangles, in a row that begins with no other tokens."""
     masks: dict[int | None, BlockMask] = field(default_factory=dict)
     """By window; those that a layer has asked for."""
 
     @classmethod
-    def of(cls, subtree_end_N: Tensor, num_before: int = 0, flash: bool = False) -> FlexTree:
+    def of(
+        cls,
+        subtree_end_N: Tensor,
+        num_before: int = 0,
+        flash: bool = False,
+        rectangles: bool = False,
+    ) -> FlexTree:
         """N is a multiple of BLOCK."""
         assert len(subtree_end_N) % BLOCK == 0, len(subtree_end_N)
-        return cls(subtree_end_N.int(), num_before, flash)
+        end_N = subtree_end_N.int()
+        if not rectangles:
+            return cls(end_N, num_before, flash)
+        roots = [] if num_before else _large_roots(end_N)
+        rest_N = end_N.clone()
+        for root in roots:  # its own queries alone see it
+            rest_N[root.start : root.end].clamp_(max=root.end)
+        return cls(end_N, num_before, flash, cls(rest_N, 0, flash), roots)
 
     @property
     def _num_fill(self) -> int:
@@ -129,6 +162,16 @@ class FlexTree:
         before: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Tensor:
         """See `Forest.attend`; `before` has `num_before` tokens."""
+        assert dropout == 0, "FlexAttention has no dropout"
+        inputs = query_1HND, key_1HND, value_1HND
+        if self.beside is not None and _is_plain(*inputs, window, sink_H):
+            scaling = query_1HND.shape[3] ** -0.5 if scaling is None else scaling
+            out, lse = self.beside._run(*inputs, scaling, None, has_lse=True)
+            if before:
+                out = join(out, lse, query_1HND, before, scaling)
+            for root in self.roots:
+                out = self._with_root(root, out, lse, *inputs, scaling)
+            return out.transpose(1, 2).contiguous()
         if before:
             fill = key_1HND.new_zeros(*key_1HND.shape[:2], self._num_fill, key_1HND.shape[3])
             fills = fill, fill[..., :1].expand(-1, -1, -1, value_1HND.shape[3])
@@ -136,25 +179,72 @@ class FlexTree:
             key_1HND, value_1HND = (torch.cat(parts, 2) for parts in pairs)
         if self.flash and (window or sink_H is not None):
             raise UserError("train.attention='flash' knows no windows and no sinks: take 'flex'")
-        assert dropout == 0, "FlexAttention has no dropout"
+        inputs = query_1HND, key_1HND, value_1HND
+        out, lse = self._run(*inputs, scaling, window, has_lse=sink_H is not None)
+        if sink_H is not None:
+            out = out * (lse - sink_H[:, None]).sigmoid()[..., None].to(out.dtype)
+        return out.transpose(1, 2).contiguous()
+
+    def _run(
+        self,
+        query_1HND: Tensor,
+        key_1KND: Tensor,
+        value_1KND: Tensor,
+        scaling: float | None,
+        window: int | None,
+        has_lse: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output [1, H, N, D] and, if asked for, the scores' lse, fp32 [1, H, N]."""
         on_gpu = query_1HND.is_cuda
         attend: Any = _compiled() if on_gpu else flex_attention
         found = attend(
             query_1HND,
-            key_1HND,
-            value_1HND,
+            key_1KND,
+            value_1KND,
             block_mask=self.mask(window),
             scale=scaling,
-            enable_gqa=query_1HND.shape[1] != key_1HND.shape[1],
+            enable_gqa=query_1HND.shape[1] != key_1KND.shape[1],
             kernel_options=dict(_FLASH if self.flash else _TRITON) if on_gpu else None,
-            return_aux=None if sink_H is None else AuxRequest(lse=True),
+            return_aux=AuxRequest(lse=True) if has_lse else None,
         )
-        out: Tensor = found
-        if sink_H is not None:
-            out, aux = found
-            share_1HN = (aux.lse - sink_H[:, None]).sigmoid()
-            out = out * share_1HN[..., None].to(out.dtype)
-        return out.transpose(1, 2).contiguous()
+        return (found[0], found[1].lse) if has_lse else (found, found)
+
+    def _with_root(
+        self,
+        root: Root,
+        out_1HND: Tensor,
+        lse_1HN: Tensor,
+        query_1HND: Tensor,
+        key_1KND: Tensor,
+        value_1KND: Tensor,
+        scaling: float,
+    ) -> Tensor:
+        """Add what others see of a root."""
+        below = slice(root.end, root.stop)
+        start, end = root.start, root.end
+        pair = key_1KND[:, :, start:end], value_1KND[:, :, start:end]
+        joined = join(
+            out_1HND[:, :, below], lse_1HN[:, :, below], query_1HND[:, :, below], [pair], scaling
+        )
+        return torch.cat([out_1HND[:, :, : root.end], joined, out_1HND[:, :, root.stop :]], 2)
+
+
+def _is_plain(query: Tensor, key: Tensor, value: Tensor, *options: object) -> bool:
+    """Tell whether a library's call can have a part of a layer: cuDNN knows 16 bits alone."""
+    has_none = all(option is None for option in options)
+    return has_none and key.shape == value.shape and query.itemsize <= (2 if query.is_cuda else 8)
+
+
+def _large_roots(subtree_end_N: Tensor) -> list[Root]:
+    """Find the roots that others see in rectangles of _MIN_PAIRS pairs or more."""
+    ends_N, found, start = subtree_end_N.cpu(), list[Root](), 0
+    while start < len(ends_N):
+        stop = int(ends_N[start])
+        end = start + int((ends_N[start:stop] != stop).int().argmax())  # 0 where no other ends
+        if (end - start) * (stop - end) >= _MIN_PAIRS:
+            found.append(Root(start, end, stop))
+        start = stop
+    return found
 
 
 def _positions(subtree_end_N: Tensor) -> Tensor:

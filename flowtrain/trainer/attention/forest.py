@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowtrain.trainer.attention.rectangles import attend_below
-from flowtrain.trainer.packing import Segment, segments
+from flowtrain.trainer.tree_shape import Segment, segments
 
 _SIMILAR = 4 / 3
 """Lengths in a block differ by less than this factor: more blocks mean less padding and more calls.

@@ -26,10 +26,12 @@ NAMES = {
     "auto": "flowtrain_auto",
     "sdpa": "flowtrain_sdpa",
     "flex": "flowtrain_flex",
+    "rectangles": "flowtrain_rectangles",
     "flash": "flowtrain_fa4",  # transformers takes any name with "flash" in it for its own
 }
 """Kinds of attention, as transformers knows them: on segments by torch's SDPA; by FlexAttention,
-with Triton's kernels or with FlashAttention 4's; auto: "flex" on a GPU, else "sdpa"."""
+with Triton's kernels, with cuDNN's for the rectangles of a tree, or with FlashAttention 4's; auto:
+"flex" on a GPU, else "sdpa"."""
 NAME = NAMES["auto"]
 _LEFT_OUT = ("softcap", "position_bias", "alibi")
 """What transformers hands to attention in some models, and trees do not compute."""
@@ -80,7 +82,8 @@ def structure_of(name: str, subtree_end_N: Tensor, num_before: int = 0) -> TreeA
     if name == NAMES["sdpa"]:
         return Forest.of(subtree_end_N)
     assert name in NAMES.values(), f"{name}: any other attention would build an N x N mask"
-    return FlexTree.of(subtree_end_N, num_before, flash=name == NAMES["flash"])
+    kinds = {kind: name == NAMES[kind] for kind in ("flash", "rectangles")}
+    return FlexTree.of(subtree_end_N, num_before, **kinds)
 
 
 def forest_attention(

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from flowtrain.trainer.model.fused_layers import with_names
-from flowtrain.trainer.packing import Segment, segments
+from flowtrain.trainer.tree_shape import Segment, segments
 from flowtrain.trainer.walk import OpenPath
 
 _NAMES = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
