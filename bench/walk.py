@@ -26,11 +26,15 @@ from flowtrain.trainer.trainer import OptimSpec, Trainer
 from flowtrain.trainer.walk import Kind, passes
 
 
+_WAYS = ("walk", "whole row", "cuts")
+
+
 def main() -> None:
     parser = new_parser(__doc__, scale=0.1, turns=[3, 10, 30])
     add = parser.add_argument
     add("--turns", type=int, nargs="+", default=[10], help="of a rollout")
     add("--budgets", type=int, nargs="+", default=[8192], help="tokens, before --scale")
+    add("--ways", nargs="+", choices=_WAYS, default=_WAYS, help="a whole row may not fit")
     add("--scale", type=float, default=0.1, help="of AgentFlow's lengths")
     add("--shape", choices=SHAPES, default="small", help="the model")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where all ways run")
@@ -50,26 +54,27 @@ def _rows(args: argparse.Namespace, world: World) -> Iterator[dict[str, Any]]:
         longest = max(len(each.prompt_ids) + len(each.response_ids) for each in samples)
         for unscaled in args.budgets:
             budget = round(args.scale * unscaled)
-            ways = {"walk": [whole], "whole row": [whole], "cuts": pack_rows(samples, budget)}
-            runs = {
-                name: _pass(args, world, rows, budget if name == "walk" else None)
-                for name, rows in ways.items()
-            }
+            rows_of = {"walk": [whole], "whole row": [whole], "cuts": pack_rows(samples, budget)}
+            budget_of = {"walk": budget}
+            runs = {way: _pass(args, world, rows_of[way], budget_of.get(way)) for way in args.ways}
             losses = [run() for run in runs.values()]
             assert all(math.isclose(loss, losses[0], rel_tol=1e-4) for loss in losses), losses
-            peaks = {name: extra_bytes(run, world.device) for name, run in runs.items()}
+            peaks = {way: extra_bytes(run, world.device) for way, run in runs.items()}
             seconds = seconds_in_turn(runs, args.repeats, warmup=0)
-            for name, rows in ways.items():
-                yield {
+            least = {way: min(each) for way, each in seconds.items()}
+            for way in args.ways:
+                row = {
                     "turns": num_turns,
                     "budget": budget,
-                    "way": name,
-                    **_counts(rows, budget if name == "walk" else None),
+                    "way": way,
+                    **_counts(rows_of[way], budget_of.get(way)),
                     "longest sample": longest,
-                    "s": min(seconds[name]),
-                    "MB": peaks[name] / 1e6,
-                    "time to the row's": min(seconds[name]) / min(seconds["whole row"]),
+                    "s": least[way],
+                    "MB": peaks[way] / 1e6,
                 }
+                if "whole row" in least:
+                    row["time to the row's"] = least[way] / least["whole row"]
+                yield row
 
 
 def _counts(rows: Sequence[PackedRow], budget: int | None) -> dict[str, int]:

@@ -84,3 +84,15 @@ class ForwardCost:
         frozen = self.per_frozen_token * (len(row.input_ids_N) - row.num_repeated_tokens)
         frozen += self.per_frozen_target * len(row.target_ids_T)
         return 3 * self.flops(row, once=True) - frozen
+
+
+def path_bytes(model: PreTrainedModel, itemsize: int) -> int:
+    """Count what a walk keeps of each token of its open path: keys and values, `itemsize` bytes a
+    number, and fp32 sums of their gradients. States of recurrent layers, a set for each open piece,
+    are left out.
+    """
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = [getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim")]
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return len(windows_of(config)) * num_heads * sum(sizes) * (itemsize + 4)

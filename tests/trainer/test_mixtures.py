@@ -36,8 +36,8 @@ from flowtrain.trainer.model import experts
 from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.model.lora import add_adapter
 from flowtrain.trainer.packing import PackedRow, pack_row, pack_rows
-from flowtrain.trainer.setup import memory_plan
-from flowtrain.trainer.setup.memory_plan import activations
+from flowtrain.trainer.setup import simulation
+from flowtrain.trainer.setup.simulation import activations
 from flowtrain.trainer.step_metrics import StepMetrics
 from flowtrain.trainer.trainer import OptimSpec, Trainer
 from flowtrain.utils.commands import end_process
@@ -383,7 +383,7 @@ def test_memory_of_a_mixture_with_dense_layers_is_planned(
     shape = config("glm4_moe", num_hidden_layers=5, first_k_dense_replace=2)
     planned = activations(shape, dtype, 64, recompute)
     how = {"layers": [*range(5)], "lora": None, "fused": True}
-    counted = memory_plan._simulate(shape, dtype, 64, recompute, **how)
+    counted = simulation._simulate(shape, dtype, 64, recompute, **how)
     assert planned == pytest.approx(counted, rel=0.01)
     assert 0 < planned[0] <= planned[1]
 

@@ -24,7 +24,7 @@ from flowtrain.trainer.attention.registration import forest_attention, windows_o
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.model.check import check_config, load_config
-from flowtrain.trainer.setup import memory_plan
+from flowtrain.trainer.setup import simulation
 from flowtrain.trainer.setup.components import RunComponents
 from flowtrain.trainer.setup.placement import Placement
 
@@ -62,10 +62,10 @@ def test_families_on_the_list_pass(family: str) -> None:
 def test_the_memory_of_families_on_the_list_is_planned(family: str) -> None:
     """One layer more of each kind than it takes to have all: what a plan counts with."""
     config = config_of(family, TRAINED[family])
-    few, repeated = memory_plan._few_layers(config)
+    few, repeated = simulation._few_layers(config)
     layers = [*few, *(layer for layer, _ in repeated)]
     how = {"layers": layers, "lora": None, "fused": True}
-    at_head, peak = memory_plan._simulate(config, torch.float32, 32, False, **how)
+    at_head, peak = simulation._simulate(config, torch.float32, 32, False, **how)
     assert 0 < at_head < peak
 
 

@@ -44,8 +44,8 @@ from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.model.check import check_config
 from flowtrain.trainer.model.delta_net import DeltaTree
 from flowtrain.trainer.packing import pack_row, pack_rows
-from flowtrain.trainer.setup import memory_plan
-from flowtrain.trainer.setup.memory_plan import activations
+from flowtrain.trainer.setup import simulation
+from flowtrain.trainer.setup.simulation import activations
 from flowtrain.trainer.toy import new_model
 from flowtrain.trainer.trainer import OptimSpec, Trainer
 from flowtrain.utils.commands import end_process
@@ -174,11 +174,11 @@ def test_memory_of_layers_of_both_kinds_is_planned(
     config = model_of(FAMILY, num_hidden_layers=5, layer_types=kinds).config
     planned = activations(config, dtype, 128, recompute)
     how = {"layers": [*range(5)], "lora": None, "fused": True}
-    counted = memory_plan._simulate(config, dtype, 128, recompute, **how)
+    counted = simulation._simulate(config, dtype, 128, recompute, **how)
     assert planned[0] == pytest.approx(counted[0], rel=0.01)
     assert planned[1] == pytest.approx(counted[1], rel=0.2)
     if not recompute:
-        monkeypatch.setattr(memory_plan, "_RECURRENT_TOKENS", 192)
+        monkeypatch.setattr(simulation, "_RECURRENT_TOKENS", 192)
         found = activations(config, dtype, 1024, recompute)[0]
         assert found == pytest.approx(8 * planned[0], rel=0.02), "of a part of the row"
 

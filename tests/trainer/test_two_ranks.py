@@ -69,9 +69,10 @@ LAYOUTS = {
     (2, 0): tuple(CASES),
     (2, 1): ("by_layer",),
     (3, 1): ("by_layer", "by_layer_kl"),
+    (4, 0): ("by_layer_walked", "walked_gspo"),
 }
-"""The cases of (ranks, those of them that only sample): one and two ranks that train, colocated
-and split."""
+"""The cases of (ranks, those of them that only sample): one, two and four ranks that train,
+colocated and split."""
 SPLIT = [(layout, name) for layout, names in LAYOUTS.items() if layout[1] for name in names]
 GROUPS = [
     [5, 1, 4, 1],  # the second of two ranks has fewer samples, hence fewer rows
@@ -340,6 +341,15 @@ def test_two_ranks_get_the_weights_of_one(
     assert all((one[key] - start[key]).abs().max() > 1e-4 for key in start), (
         "every weight was trained"
     )
+
+
+@pytest.mark.parametrize("name", LAYOUTS[4, 0])
+def test_four_ranks_walk_to_the_weights_of_one(
+    places: dict[tuple[int, int], Path], name: str
+) -> None:
+    """Most of them have nothing to walk in some steps."""
+    ours, truth = (load_file(places[size, 0] / f"{name}.safetensors") for size in (4, 1))
+    close(ours, truth)
 
 
 @pytest.mark.parametrize(("layout", "name"), SPLIT)

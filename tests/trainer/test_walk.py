@@ -26,12 +26,14 @@ from hypothesis import strategies as st
 from flowtrain.config import Lora
 from flowtrain.records import Sample
 from flowtrain.trainer import sharding
+from flowtrain.trainer.cost import path_bytes
 from flowtrain.trainer.distributed import World
+from flowtrain.trainer.loss import read_row
 from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.model.lora import add_adapter
 from flowtrain.trainer.packing import pack_row
 from flowtrain.trainer.trainer import OptimSpec, Trainer
-from flowtrain.trainer.walk import Kind, _common, passes
+from flowtrain.trainer.walk import Kind, OpenPath, Pass, _common, passes
 from tests.trainer.test_tree_gradient import GROUPS, make_samples
 
 SMOKE = ("qwen2", "qwen3_next")
@@ -166,3 +168,19 @@ def test_ranks_meet_in_every_pass() -> None:
     assert _common([once, walked, once]) == [True] * 3 + [False, False, True, True, True]
     assert _common([walked, walked]) == walked
     assert _common([[], walked]) == walked
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_next", "deepseek_v3"])
+def test_the_plan_counts_what_a_path_keeps(family: str) -> None:
+    """Keys, values and sums of their gradients, in 16-bit passes; not states."""
+    model = model_of(family)
+    prepare(model)
+    row = pack_row(make_samples(GROUPS["branches within a response"]))
+    step = Pass(Kind.ENTER, row, None, torch.arange(3)).trunk()
+    path = OpenPath()
+    path.begin(step)
+    read_row(model, step.row, path)
+    path.enter()
+    kept = path._pieces[0].tensors
+    numbers = sum(x.numel() for place in kept if isinstance(place, int) for x in kept[place])
+    assert path_bytes(model, 2) == (2 + 4) * numbers / 3

@@ -1,35 +1,25 @@
 """The memory that a rank's training step takes at its peak, predicted before anything is allocated;
 a run that cannot fit is refused.
 
-Activations are counted by torch's own `MemTracker` while two and three of the model's layers run,
-forward and backward, on tensors that have shapes and no memory; layers are alike but for those
-without experts that a mixture begins with, so two points give the line. (`FSDPMemTracker` would
-count the gathered weights too, but wants a process group of the run's size and the whole model.)
 Bytes everywhere. D: hidden size, V: vocabulary.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from flowkernels import lm_head
-from torch import Tensor
-from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from flowtrain.config import Config, Lora
+from flowtrain.config import Config
 from flowtrain.records import UserError
-from flowtrain.trainer.attention import registration as attention
-from flowtrain.trainer.model import delta_net
-from flowtrain.trainer.model.experts import IMPLEMENTATION, find_routers
-from flowtrain.trainer.model.fused_layers import fuse_layers
-from flowtrain.trainer.model.lora import add_adapter
+from flowtrain.trainer.cost import path_bytes
 from flowtrain.trainer.optimizers import KINDS
-from flowtrain.trainer.sharding import is_sharded_by_layer, recompute_layers
+from flowtrain.trainer.setup.simulation import activations
+from flowtrain.trainer.sharding import is_sharded_by_layer
 
 _TARGET_SHARE = 1 / 3
 """Share of a row's tokens whose hidden states go to the head: a guess about a small part of the
@@ -63,6 +53,10 @@ class MemoryPlan:
     """Bytes of the weights that the main rank reads into the memory of its host, once."""
     token_budget: int = 0
     """Tokens of each row of the step."""
+    path: int = 0
+    """Bytes that a walk keeps of each token of its open path."""
+    moved: int = 0
+    """Bytes of weights and gradients that a rank receives in a pass."""
 
     @property
     def num_bytes(self) -> int:
@@ -78,24 +72,27 @@ class MemoryPlan:
         shown_parts = {name: size for name, size in self.parts.items() if size > threshold}
         shown_parts["the rest"] = self.num_bytes - sum(shown_parts.values())
         other_peaks = {"while it loads": self.loading, "of the main rank's host": self.host}
-        return (
+        own = (
             f"memory of a rank at the peak of a step, predicted: {self.num_bytes / 1e9:.3g}{upper} "
             f"GB ({_listed(shown_parts)}) with train.token_budget = {self.token_budget}"
-        ) + "".join(
-            f"; {size / 1e9:.3g} GB {when}"
-            for when, size in other_peaks.items()
-            if size > threshold
         )
+        others = [f"{x / 1e9:.3g} GB {when}" for when, x in other_peaks.items() if x > threshold]
+        if self.path:
+            others.append(f"{self.path / 1e3:.3g} kB a token of the open path of a larger tree")
+        if self.moved:
+            others.append(f"each pass receives {self.moved / 1e9:.3g} GB from other ranks")
+        return "; ".join([own, *others])
 
     def room(self, config: Config, host_bytes: int) -> float:
         """Count the bytes that are left, but for a margin: of the GPU beside a vLLM that does not
         sleep or, without a GPU, of `host_bytes`.
         """
+        # A path as long as a pass, if samples may not be longer.
+        needed = self.num_bytes + self.path * max(self.token_budget, config.vllm.max_model_len)
         if not self.gpu_bytes:
-            needed = self.num_bytes + _CPU_COPIES * self.parts["activations"]
-            return _CPU_SHARE * host_bytes - needed
+            return _CPU_SHARE * host_bytes - needed - _CPU_COPIES * self.parts["activations"]
         vllm = 0 if config.vllm.sleep else self.vllm
-        return _GPU_SHARE * self.gpu_bytes - vllm - self.num_bytes
+        return _GPU_SHARE * self.gpu_bytes - vllm - needed
 
     def check(self, config: Config) -> None:
         """Raise UserError, with the numbers and the keys, where even a step on the shortest rows is
@@ -194,7 +191,13 @@ def plan_memory(
     loading_bytes = parts["weights"] + parts["reference"]
     loading_bytes += whole_bytes * (num_ranks - 1) // num_ranks
     host_bytes = 4 * num_trained + num_frozen * itemsize
-    return MemoryPlan(parts, vllm_bytes, gpu_bytes, loading_bytes, host_bytes, num_tokens)
+    num_gathers = 1 + (train.reshard and is_sharded_by_layer(model))  # for the backward pass again
+    moved = num_gathers * itemsize * model.num_parameters() + 4 * num_trained
+    moved = moved * (num_ranks - 1) // num_ranks
+    kept = path_bytes(model, itemsize)
+    return MemoryPlan(
+        parts, vllm_bytes, gpu_bytes, loading_bytes, host_bytes, num_tokens, kept, moved
+    )
 
 
 def _whole_at_once(model: PreTrainedModel) -> int:
@@ -240,51 +243,6 @@ def _listed(parts: Mapping[str, int]) -> str:
     )
 
 
-_RECURRENT_TOKENS = 1024
-
-
-def activations(
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    num_tokens: int,
-    recompute: bool,
-    *,
-    lora: Lora | None = None,
-    fused: bool = True,
-) -> tuple[int, int]:
-    """Count what all layers hold when the head is reached, and their peak (early in the backward
-    pass). `lora`: of the adapter, if one is all that is trained. `fused`: as `ShardSpec.fused`.
-    """
-    first_layers, repeated = _few_layers(config)
-    is_recurrent = attention.RECURRENT in (getattr(config, "layer_types", None) or ())
-    # A recurrent layer runs through a row step by step; all that is kept grows with the tokens.
-    num_simulated = min(num_tokens, _RECURRENT_TOKENS) if is_recurrent else num_tokens
-
-    def simulate(layers: list[int]) -> tuple[int, int]:
-        options: dict[str, Any] = {"layers": layers, "lora": lora, "fused": fused}
-        return _simulate(config, dtype, num_simulated, recompute, **options)
-
-    base = at_head, peak = simulate(first_layers)
-    for layer, num_more in repeated:
-        extended = simulate([*first_layers, layer])
-        at_head += num_more * (extended[0] - base[0])
-        peak += num_more * (extended[1] - base[1])
-    return at_head * num_tokens // num_simulated, peak * num_tokens // num_simulated
-
-
-def _few_layers(config: PreTrainedConfig) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return layers with all that the model has, and which are as many more as it takes."""
-    layer_types, num_layers = getattr(config, "layer_types", None) or [], config.num_hidden_layers
-    num_recurrent = layer_types.count(attention.RECURRENT)
-    if 0 < num_recurrent < num_layers:
-        recurrent = layer_types.index(attention.RECURRENT)
-        attending = next(i for i, kind in enumerate(layer_types) if kind != attention.RECURRENT)
-        repeated = [(recurrent, num_recurrent - 1), (attending, num_layers - num_recurrent - 1)]
-        return [recurrent, attending], repeated
-    num_dense = getattr(config, "first_k_dense_replace", 0)  # layers before those with experts
-    return [*range(num_dense + 2)], [(num_dense + 2, num_layers - num_dense - 2)]
-
-
 def head(
     model: PreTrainedModel, itemsize: int, num_tokens: int, on_gpu: bool, fp32_logits: bool = False
 ) -> tuple[int, int]:
@@ -312,89 +270,3 @@ def _gathered(model: PreTrainedModel, itemsize: int, reshard: bool) -> int:
         return itemsize * num_parameters
     sizes = _layer_sizes(model)
     return itemsize * (num_parameters - sum(sizes) + 2 * max(sizes))
-
-
-def _simulate(
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    num_tokens: int,
-    recompute: bool,
-    *,
-    layers: list[int],
-    lora: Lora | None,
-    fused: bool,
-) -> tuple[int, int]:
-    config = copy.deepcopy(config)
-    for name, value in list(vars(config).items()):
-        if isinstance(value, list) and len(value) == config.num_hidden_layers:  # one per layer
-            setattr(config, name, [value[i % len(value)] for i in layers])
-    config.num_hidden_layers = len(layers)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=False
-        ).train()
-    if lora is not None:
-        add_adapter(model, lora, "")
-        model.to(dtype)  # as FSDP gathers an adapter
-        # MemTracker bears no frozen weights. They keep the same inputs for the adapter's sake.
-        model.requires_grad_(True)
-    dtype_scale = 1.0
-    if find_routers(model):  # products of experts have no shapes but in bf16
-        dtype_scale = dtype.itemsize / torch.bfloat16.itemsize
-        model.to(torch.bfloat16).set_experts_implementation(IMPLEMENTATION)
-    delta_net.equip(model)
-    if fused:
-        fuse_layers(model)
-    if recompute:
-        recompute_layers(model)
-    for parameter in model.parameters():
-        parameter.grad = torch.empty_like(parameter)
-    ids = torch.empty(1, num_tokens, dtype=torch.int64, device="meta")
-    recurrence = delta_net.recurrence_of(model, torch.full((num_tokens,), num_tokens))
-    tracker = MemTracker()
-    tracker.track_external(model)
-    with tracker:
-        hidden = model.get_decoder()(
-            input_ids=ids, position_ids=ids, use_cache=False, forest=_Attention(), **recurrence
-        ).last_hidden_state
-        at_head = _activation_bytes(tracker.get_tracker_snapshot("current"))
-        hidden.backward(torch.empty_like(hidden))
-    peak = _activation_bytes(tracker.get_tracker_snapshot("peak"))
-    return round(dtype_scale * at_head), round(dtype_scale * peak)
-
-
-def _activation_bytes(snapshot: dict[torch.device, dict[Any, int]]) -> int:
-    """Sum all but parameters, their gradients and buffers."""
-    return sum(
-        num_bytes
-        for by_kind in snapshot.values()
-        for kind, num_bytes in by_kind.items()
-        if getattr(kind, "name", "") in ("ACT", "TEMP", "OTH")
-    )
-
-
-class _Attention:
-    """In the place of a row's structure: keeps what attention keeps, and computes nothing."""
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, sink_H: Tensor | None, **_: Any
-    ) -> Tensor:
-        out: Tensor = _SavedTensors.apply(query, key, value)
-        if sink_H is not None:  # each output is scaled
-            out = out * sink_H.sigmoid()[:, None, None]
-        return out.transpose(1, 2).contiguous()
-
-
-class _SavedTensors(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        # Not laid out as the query is: what comes out of attention is copied once more.
-        out = query.new_empty((*query.shape[:3], value.shape[3]))
-        ctx.save_for_backward(
-            query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32)
-        )
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])

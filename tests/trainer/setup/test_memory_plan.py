@@ -25,8 +25,9 @@ from flowtrain.trainer.distributed import World
 from flowtrain.trainer.model.fused_layers import fuse_layers, fused_text
 from flowtrain.trainer.setup import memory_plan
 from flowtrain.trainer.setup.learner import make_trainer
-from flowtrain.trainer.setup.memory_plan import MemoryPlan, _vllm_bytes, activations, plan_memory
+from flowtrain.trainer.setup.memory_plan import MemoryPlan, _vllm_bytes, plan_memory
 from flowtrain.trainer.setup.placement import Placement
+from flowtrain.trainer.setup.simulation import activations
 from flowtrain.trainer.trainer import OptimSpec
 
 SHAPE = {
@@ -310,6 +311,32 @@ def test_the_plan_is_told_in_a_line() -> None:
     on_gpu = replace(found, gpu_bytes=80 * BILLION).text()
     assert f"predicted: {found.num_bytes / 1e9:.3g} GB (activations " in on_gpu
     assert "reference" not in found.text() and "with train.token_budget = 4096" in found.text()
+
+
+@pytest.mark.usefixtures("no_activations")
+def test_what_a_pass_moves_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer at a time, weights come twice; gradients, in fp32, once."""
+    model, config = build(CONFIGS["Llama"]), settings(model={"dtype": "bfloat16"})
+    num = model.num_parameters()
+    for small, gathers in ((num, 1), (0, 2)):
+        monkeypatch.setattr(sharding, "_SMALL", small)
+        alone, four = (plan(config, model, ranks) for ranks in (1, 4))
+        assert alone.moved == 0 and "receives" not in alone.text()
+        assert four.moved == (2 * gathers + 4) * num * 3 // 4
+        assert four.text().endswith(f"receives {four.moved / 1e9:.3g} GB from other ranks")
+
+
+@pytest.mark.usefixtures("no_activations")
+def test_an_open_path_has_room_beside_a_pass() -> None:
+    """As long as a pass is, or as a sample may be."""
+    config, model = settings(train={"token_budget": 64}), build(CONFIGS["Llama"])
+    found = plan(config, model, 1, gpu_bytes=BILLION)
+    for longest, tokens in ((0, 64), (100, 100), (10, 64)):
+        own = changed(config, vllm={"max_model_len": longest})
+        bare = replace(found, path=0).room(own, 0)
+        assert bare - found.room(own, 0) == found.path * tokens > 0
+    text = found.text()
+    assert f"; {found.path / 1e3:.3g} kB a token of the open path of a larger tree" in text
 
 
 def test_small_parts_are_told_as_one_number() -> None:
