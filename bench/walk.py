@@ -25,7 +25,6 @@ from flowtrain.trainer.step_metrics import StepMetrics
 from flowtrain.trainer.trainer import OptimSpec, Trainer
 from flowtrain.trainer.walk import Kind, passes
 
-
 _WAYS = ("walk", "whole row", "cuts")
 
 
