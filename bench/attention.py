@@ -39,7 +39,7 @@ from bench.measure import seconds_of
 from bench.tree_attention import SplitTree
 from flowtrain.records import Sample
 from flowtrain.trainer.attention import flex
-from flowtrain.trainer.packing import PackedRow, pack_rows
+from flowtrain.trainer.packing import PackedRow, pack_row
 
 HEADS = {"0.5b": (14, 2, 64), "7b": (28, 4, 128)}
 """Heads, key heads and their size."""
@@ -128,7 +128,7 @@ def cases(
 
     for layout in layouts:
         samples = _samples(layout, scale)
-        (row,) = pack_rows(samples, 10**7)
+        row = pack_row(samples)
         padded = flex.padded(row)
         num = len(padded.input_ids_N)
         yield Case(

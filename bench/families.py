@@ -24,7 +24,7 @@ from flowtrain.trainer.loss import equip, fused_head, score_row
 from flowtrain.trainer.model import delta_net, experts
 from flowtrain.trainer.model.check import check_config
 from flowtrain.trainer.model.fused_layers import fuse_layers, fused_text
-from flowtrain.trainer.packing import in_order, pack_rows
+from flowtrain.trainer.packing import pack_row
 
 VOCAB = 100
 SHAPE: dict[str, Any] = {
@@ -217,8 +217,9 @@ def one_by_one(model: PreTrainedModel, each: Sample) -> Tensor:
 @torch.no_grad()
 def in_a_tree(model: PreTrainedModel, every: Sequence[Sample]) -> list[Tensor]:
     """Our log-probs of the samples in one row, by a model that is `equip`ped for it."""
-    (row,) = pack_rows(every, 4096)
-    return in_order(every, [score_row(model, row, 1.0).logprob_T])
+    row = pack_row(every)
+    lengths = [len(sample.response_ids) for sample in every]
+    return list(score_row(model, row, 1.0).logprob_T.split(lengths))
 
 
 def parity(config: PreTrainedConfig) -> dict[str, Any]:

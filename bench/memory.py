@@ -36,7 +36,7 @@ from flowtrain.trainer.distributed import World
 from flowtrain.trainer.model.loading import load_model
 from flowtrain.trainer.model.lora import add_adapter
 from flowtrain.trainer.optimizers import KINDS
-from flowtrain.trainer.packing import pack_rows
+from flowtrain.trainer.packing import pack_row
 from flowtrain.trainer.setup.memory_plan import plan_memory
 from flowtrain.trainer.sharding import ShardSpec, shard
 from flowtrain.trainer.trainer import OptimSpec, Trainer
@@ -215,10 +215,8 @@ def _train(case: Case, world: World) -> dict[str, int]:
     optim = OptimSpec(lr=1e-4, kind=case.optimizer)
     loss = LossSpec(kl_coef=0.1 if case.reference else 0.0)
     trainer = Trainer(sharded, world, loss, optim, reference=reference)
-    rows = pack_rows(
-        [_sample(model.config.vocab_size, case.token_budget // 2, seed) for seed in range(4)],
-        case.token_budget,
-    )
+    halves = [_sample(model.config.vocab_size, case.token_budget // 2, n) for n in range(4)]
+    rows = [pack_row(halves[:2]), pack_row(halves[2:])]
     assert [len(row.input_ids_N) for row in rows] == [case.token_budget] * 2
     for _ in range(2):
         trainer.step([rows])

@@ -26,7 +26,7 @@ from flowtrain.trainer.cost import ForwardCost
 from flowtrain.trainer.devices import peak_tflops
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.model.delta_net import find_layers
-from flowtrain.trainer.packing import PackedRow, pack_rows
+from flowtrain.trainer.packing import PackedRow, pack_row
 from flowtrain.trainer.sharding import ShardSpec, shard
 from flowtrain.trainer.step_metrics import StepMetrics
 from flowtrain.trainer.trainer import OptimSpec, Trainer
@@ -41,8 +41,7 @@ class Work:
     num_tokens: int
     """Padding included."""
     flops: float
-    useful: float = 0.0
-    """FLOPs without what cuts of trees repeat, which MFU counts."""
+    """Of the walk's trunks once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +57,12 @@ def work(batch: Batch, args: argparse.Namespace) -> dict[str, Work]:
     """Count FLOPs by path; a backward pass takes twice as many as a forward pass."""
     cost, samples = ForwardCost.of(batch.model), batch.samples
     num_targets = sum(len(s.response_ids) for s in samples)
-    trees = pack_rows(samples, args.token_budget)
+    tree = pack_row(samples)
     # Without sharing, how samples fall into rows changes nothing.
     lengths = [(1, len(s.prompt_ids) + len(s.response_ids) - 1) for s in samples]
-    num_tokens = sum(len(tree.input_ids_N) for tree in trees)
-    flops, useful = (3 * sum(cost.flops(tree, once=o) for tree in trees) for o in (False, True))
+    num_tokens, flops = len(tree.input_ids_N), 3 * cost.flops(tree)
     found = {
-        "tree": Work(num_tokens, flops, useful),
+        "tree": Work(num_tokens, flops),
         "packed": _work(cost, lengths, num_targets),
     }
     if find_layers(batch.model):
@@ -119,7 +117,7 @@ def compare(batch: Batch, world: World, args: argparse.Namespace) -> list[dict[s
             "ms": 1e3 * statistics.median(times),
             "time_of_tree": median_ratio(times, seconds["tree"]),
             **(
-                {"mfu": works["tree"].useful / 1e12 / statistics.median(times) / peak}
+                {"mfu": works["tree"].flops / 1e12 / statistics.median(times) / peak}
                 if peak
                 else {}
             ),
@@ -137,17 +135,14 @@ def _paths(batch: Batch, world: World, args: argparse.Namespace) -> dict[str, Pa
         world,
         LossSpec(),
         OptimSpec(lr=1e-4),
+        token_budget=args.token_budget,
     )
     paths = {}
-    packs: dict[str, Callable[[Sequence[Sample]], list[PackedRow]]]
-    packs = {
-        name: partial(pack_rows, token_budget=args.token_budget, share=shares)
-        for name, shares in (("tree", True), ("packed", False))
-    }
+    packs: dict[str, Callable[[Sequence[Sample]], PackedRow]]
+    packs = {"tree": pack_row, "packed": partial(pack_row, share=False)}
     if find_layers(batch.model):  # as if there were neither branches nor anything to share
-        num_tokens = sum(len(row.input_ids_N) for row in packs["tree"](batch.samples))
-        one = chain(batch.samples, num_tokens)
-        packs["chain"] = lambda samples: pack_rows([one], token_budget=num_tokens + 1)
+        one = chain(batch.samples, len(pack_row(batch.samples).input_ids_N))
+        packs["chain"] = lambda samples: pack_row([one])
     for name, pack in packs.items():
         paths[name] = Path(
             trainer.model, partial(_backward, trainer, pack), partial(_step, trainer, pack)
@@ -163,18 +158,16 @@ def _installed() -> dict[str, type[Transformers]]:
 
 
 def _step(
-    trainer: Trainer, pack: Callable[[Sequence[Sample]], list[PackedRow]], samples: Sequence[Sample]
+    trainer: Trainer, pack: Callable[[Sequence[Sample]], PackedRow], samples: Sequence[Sample]
 ) -> None:
-    trainer.step([pack(samples)])
+    trainer.step([[pack(samples)]])
 
 
 def _backward(
-    trainer: Trainer, pack: Callable[[Sequence[Sample]], list[PackedRow]], samples: Sequence[Sample]
+    trainer: Trainer, pack: Callable[[Sequence[Sample]], PackedRow], samples: Sequence[Sample]
 ) -> None:
-    rows = [row.to(torch.device(trainer.model.device)) for row in pack(samples)]
-    trainer.forward_backward(
-        rows, sum(float(row.loss_weight_T.sum()) for row in rows), StepMetrics()
-    )
+    row = pack(samples).to(torch.device(trainer.model.device))
+    trainer.forward_backward([row], float(row.loss_weight_T.sum()), StepMetrics())
 
 
 def _gradient(model: nn.Module) -> Tensor:

@@ -1,16 +1,16 @@
-"""A tree beyond the token budget: walked, in one row, and cut:  python -m bench.walk [--json F]
+"""A tree beyond the token budget, walked and in one pass:  python -m bench.walk [--json F]
 
 The tree of 8 rollouts of AgentFlow's shape. Each way takes one forward and backward pass over all
 of it, in turn, and gives the same loss; memory is what a pass takes at its peak beyond what was
-there before. `tokens` are those that are computed with a gradient, `read again` those of trunks,
-which a walk reads once more without one. One thread on a CPU.
+there before. `read again` are the tokens of trunks, which a walk reads once more without a
+gradient. One thread on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,12 +20,12 @@ from bench.agentflow_shape import SHAPES, agentflow_samples, random_model
 from bench.measure import extra_bytes, new_parser, report, seconds_in_turn
 from flowtrain.trainer import sharding
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.packing import PackedRow, pack_row, pack_rows
+from flowtrain.trainer.packing import PackedRow, pack_row
 from flowtrain.trainer.step_metrics import StepMetrics
 from flowtrain.trainer.trainer import OptimSpec, Trainer
 from flowtrain.trainer.walk import Kind, passes
 
-_WAYS = ("walk", "whole row", "cuts")
+_WAYS = ("walk", "whole row")
 
 
 def main() -> None:
@@ -53,9 +53,8 @@ def _rows(args: argparse.Namespace, world: World) -> Iterator[dict[str, Any]]:
         longest = max(len(each.prompt_ids) + len(each.response_ids) for each in samples)
         for unscaled in args.budgets:
             budget = round(args.scale * unscaled)
-            rows_of = {"walk": [whole], "whole row": [whole], "cuts": pack_rows(samples, budget)}
-            budget_of = {"walk": budget}
-            runs = {way: _pass(args, world, rows_of[way], budget_of.get(way)) for way in args.ways}
+            budget_of = {"walk": budget, "whole row": None}
+            runs = {way: _pass(args, world, whole, budget_of[way]) for way in args.ways}
             losses = [run() for run in runs.values()]
             assert all(math.isclose(loss, losses[0], rel_tol=1e-4) for loss in losses), losses
             peaks = {way: extra_bytes(run, world.device) for way, run in runs.items()}
@@ -64,9 +63,10 @@ def _rows(args: argparse.Namespace, world: World) -> Iterator[dict[str, Any]]:
             for way in args.ways:
                 row = {
                     "turns": num_turns,
+                    "tokens": len(whole.input_ids_N),
                     "budget": budget,
                     "way": way,
-                    **_counts(rows_of[way], budget_of.get(way)),
+                    **_counts(whole, budget_of[way]),
                     "longest sample": longest,
                     "s": least[way],
                     "MB": peaks[way] / 1e6,
@@ -76,26 +76,24 @@ def _rows(args: argparse.Namespace, world: World) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def _counts(rows: Sequence[PackedRow], budget: int | None) -> dict[str, int]:
-    steps = [step for row in rows for step in passes(row, budget)]
+def _counts(row: PackedRow, budget: int | None) -> dict[str, int]:
+    steps = passes(row, budget)
     trunks = [len(s.trunk_P) for s in steps if s.trunk_P is not None and s.kind is Kind.ENTER]
-    tokens = sum(len(step.row.input_ids_N) for step in steps if step.learns)
-    return {"passes": len(steps), "tokens": tokens, "read again": sum(trunks)}
+    return {"passes": len(steps), "read again": sum(trunks)}
 
 
 def _pass(
-    args: argparse.Namespace, world: World, rows: Sequence[PackedRow], budget: int | None
+    args: argparse.Namespace, world: World, row: PackedRow, budget: int | None
 ) -> Callable[[], float]:
     on_gpu = world.device.type == "cuda"
     dtype = getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32"))
-    model = random_model(args.shape, max(int(row.position_ids_N.max()) for row in rows) + 1)
+    model = random_model(args.shape, int(row.position_ids_N.max()) + 1)
     model = sharding.shard(model, world, sharding.ShardSpec(dtype))
     trainer = Trainer(model, world, LossSpec(), OptimSpec(lr=1e-6), token_budget=budget)
-    moved = [row.to(world.device) for row in rows]
-    normaliser = sum(float(row.loss_weight_T.sum()) for row in rows)
+    moved, normaliser = row.to(world.device), float(row.loss_weight_T.sum())
 
     def run() -> float:
-        loss = trainer.forward_backward(moved, normaliser, StepMetrics())
+        loss = trainer.forward_backward([moved], normaliser, StepMetrics())
         trainer.optimizer.zero_grad()
         return float(loss)
 

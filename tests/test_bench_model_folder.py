@@ -20,7 +20,7 @@ from bench.step_paths import work
 from flowtrain.records import Task, UserError
 from flowtrain.trainer.cost import ForwardCost
 from flowtrain.trainer.model.loading import load_tokenizer
-from flowtrain.trainer.packing import pack_rows
+from flowtrain.trainer.packing import pack_row
 
 TEMPLATE = "{{ messages[0]['content'] }}{% if add_generation_prompt %}: {% endif %}"
 
@@ -112,7 +112,7 @@ def test_a_step_on_own_rollouts_has_the_same_gradient_on_every_path(
 
 def test_what_is_counted_for_packed_samples_is_what_their_rows_need() -> None:
     batch = agentflow(3, "small", 0.02, 4, "meta")
-    rows = pack_rows(batch.samples, token_budget=300, share=False)
+    rows = [pack_row(batch.samples, share=False)]
     counted = work(batch, argparse.Namespace(token_budget=16384, batch_size=8))["packed"]
     assert counted.num_tokens == sum(len(row.input_ids_N) for row in rows)
     assert counted.flops == 3 * sum(map(ForwardCost.of(batch.model).flops, rows))

@@ -231,9 +231,9 @@ def _step(
 def _rows(num_turns: int, scale: float) -> list[PackedRow]:
     """A group of 8 rollouts of AgentFlow's shape, whole."""
     from bench.agentflow_shape import agentflow_samples
-    from flowtrain.trainer.packing import pack_rows
+    from flowtrain.trainer.packing import pack_row
 
-    return pack_rows(agentflow_samples(num_turns, scale), 10**7)
+    return [pack_row(agentflow_samples(num_turns, scale))]
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from flowtrain.config import Appo as Options
 from flowtrain.config import Config
 from flowtrain.inference.protocol import Scorer
 from flowtrain.records import BranchPoint, Call, Group, PolicyName, Sample, SampleId, Scored
-from flowtrain.trainer.packing import in_order, pack_rows
+from flowtrain.trainer.packing import pack_row
 from flowtrain.trainer.trainer import Trainer
 from flowtrain.utils.seeds import derive_seed, derive_uniform
 
@@ -67,7 +67,6 @@ def branch(
     scores = score_samples(
         trainer,
         samples,
-        config.train.row_budget,
         against_reference=against_reference,
         entropies=entropies if algorithm.records_entropies else None,
     )
@@ -167,7 +166,6 @@ def root_samples(
 def score_samples(
     trainer: Trainer,
     samples: Sequence[Sample],
-    token_budget: int,
     *,
     against_reference: bool,
     entropies: Sequence[float] | None = None,
@@ -182,24 +180,22 @@ def score_samples(
     baseline_T = sampler_T
     if against_reference:
         with trainer.reference() as reference:
-            baseline_T, _ = _score_in_order(trainer, reference, samples, token_budget)
+            baseline_T, _ = _score_in_order(trainer, reference, samples)
     if entropies is None:
-        scored = _score_in_order(trainer, trainer.model, samples, token_budget)
+        scored = _score_in_order(trainer, trainer.model, samples)
         return ResponseScores(*scored, baseline_T)
     logprob_T = without_rounding(sampler_T, baseline_T)
     return ResponseScores(logprob_T, fp32(entropies, device), baseline_T)
 
 
 def _score_in_order(
-    trainer: Trainer, model: PreTrainedModel, samples: Sequence[Sample], token_budget: int
+    trainer: Trainer, model: PreTrainedModel, samples: Sequence[Sample]
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies of all response tokens in the order of the samples."""
-    scores = trainer.score(model, pack_rows(samples, token_budget))
-
-    def joined(parts: list[Tensor]) -> Tensor:
-        return torch.cat([fp32([], trainer.device), *in_order(samples, parts)])  # packing reorders
-
-    return joined([s.logprob_T for s in scores]), joined([s.entropy_T for s in scores])
+    scores = trainer.score(model, [pack_row(samples)] if samples else [])
+    none_T = fp32([], trainer.device)
+    logprob_T = torch.cat([none_T, *(score.logprob_T for score in scores)])
+    return logprob_T, torch.cat([none_T, *(score.entropy_T for score in scores)])
 
 
 def fp32(values: Sequence[float], device: torch.device) -> Tensor:

@@ -28,15 +28,16 @@ from flowtrain.inference.row_states import RowStates
 from flowtrain.inference.shared_cache import NAME, SharedCache
 from flowtrain.records import Call, FinishReason, Routes, Sample, Sampling
 from flowtrain.trainer.attention import registration as attention
-from flowtrain.trainer.loss import score_row
+from flowtrain.trainer.loss import score_walk
 from flowtrain.trainer.model import delta_net, experts
 from flowtrain.trainer.model.loading import weights_in_one_dtype
 from flowtrain.trainer.model.lora import adapter_weights
-from flowtrain.trainer.packing import in_order, pack_rows
+from flowtrain.trainer.packing import pack_row
+from flowtrain.trainer.walk import passes
 from flowtrain.weights import Loaded, Source, WeightReader
 
 _SCORED_TOKENS = 4096
-"""Tokens of a scoring pass; a longer sample has one of its own."""
+"""Tokens of a scoring pass."""
 
 
 @dataclass(slots=True, eq=False)
@@ -169,15 +170,18 @@ class TorchEngine:
     def _score(
         self, samples: Sequence[Sample], temperature: float
     ) -> tuple[int, list[tuple[float, ...]]]:
+        if not samples:
+            return self._version, []
         device = self._model.device
         # Scoring reads the rows as training does: by the trainer's attention.
         self._model.set_attn_implementation(attention.NAME)
         try:
-            rows = [row.to(device) for row in pack_rows(samples, _SCORED_TOKENS)]
-            parts = [score_row(self._model, row, temperature).logprob_T for row in rows]
+            walk = passes(pack_row(samples).to(device), _SCORED_TOKENS)
+            scores = score_walk(self._model, walk, temperature, lambda row: row, device)
         finally:
             self._model.set_attn_implementation(NAME)
-        return self._version, [tuple(x.tolist()) for x in in_order(samples, parts)]
+        parts = scores.logprob_T.split([len(sample.response_ids) for sample in samples])
+        return self._version, [tuple(part.tolist()) for part in parts]
 
     def _expire(self, request: _Request) -> None:
         """Answer a request whose time ran out before its batch came; a request that is being

@@ -20,7 +20,7 @@ from flowtrain.trainer.balance import balance
 from flowtrain.trainer.cost import ForwardCost
 from flowtrain.trainer.lr_schedule import linear
 from flowtrain.trainer.model.loading import export, full_weights
-from flowtrain.trainer.packing import pack_rows
+from flowtrain.trainer.packing import pack
 from flowtrain.trainer.setup.components import LearnerComponents
 from flowtrain.trainer.setup.learner import make_trainer
 from flowtrain.trainer.trainer import OptimSpec
@@ -102,7 +102,7 @@ def _imitate(
     step = 0
     for step in range(1, num_steps + 1):
         trainer.set_lr(linear(rft.lr, step, num_steps, rft.warmup_steps))
-        rows = [pack_rows(next(batch_stream), config.train.row_budget)]
+        rows = pack(next(batch_stream), 1, world.size)
         stats = trainer.step(balance(rows, cost, world, num_takers=world.size), step)
         if metrics is not None and step % 10 == 0:
             metrics.log({"step": step, **stats})

@@ -13,7 +13,8 @@ Suffixes: N packed tokens, T target tokens, S samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -28,14 +29,8 @@ from flowtrain.utils.prefixes import num_shared as _num_shared
 
 Inputs = tuple[int, ...]
 """Token ids of a sample but the last, which is a target alone."""
-_ROW_TOKENS = 512
-"""What a row costs beside its tokens, in tokens: it casts and gathers all weights and adds all
-gradients up, 46 bytes of traffic per parameter, where a token takes 6 FLOPs per parameter."""
 _SHARES = 8
-"""Rows that a rank cuts what it has sampled into, or more, where several train."""
-_EVENNESS = 0.5
-"""How much more of that a full row costs than a short one, so that even rows are preferred. Below
-2/3, or two half rows would be."""
+"""Rows that each of several ranks lays out, so that all can train as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +65,7 @@ class PackedRow:
     num_unshared_tokens: int
     """Tokens that the samples would take without sharing."""
     num_repeated_tokens: int = 0
-    """So many of its tokens are in the row before as well, because a tree was cut there."""
+    """So many of its tokens are in the row before as well: what questions have in common."""
     has_idle_targets: bool = False
     """Some targets have no weight; known on the host, so that nobody waits for a GPU to count."""
     ref_logprob_T: Tensor | None = None
@@ -111,105 +106,52 @@ class PackedRow:
 
 
 def pack(
-    samples: Sequence[Sample], num_minibatches: int, token_budget: int, num_takers: int = 1
+    samples: Sequence[Sample], num_minibatches: int, num_takers: int = 1
 ) -> list[list[PackedRow]]:
-    """Return the rows of each optimizer step of a batch, for so many ranks that train.
-
-    One rank walks through a single row, which repeats nothing. Several share rows that spread
-    evenly, cut where little is repeated.
+    """Return the rows of each optimizer step of a batch, for so many ranks that train: a single
+    one, which repeats nothing, for one rank.
     """
     num_rows = 1 if num_takers == 1 else _SHARES
     return [
-        pack_rows([s for s in samples if s.minibatch == index], token_budget, num_rows=num_rows)
+        pack_rows([s for s in samples if s.minibatch == index], num_rows)
         for index in range(num_minibatches)
     ]
 
 
-def pack_rows(
-    samples: Sequence[Sample],
-    token_budget: int,
-    share: bool = True,
-    num_rows: int | None = None,
-) -> list[PackedRow]:
-    """Pack samples into rows of at most `token_budget` tokens, in the order of their tokens, which
-    puts beside each other what is alike.
+def pack_rows(samples: Sequence[Sample], num_rows: int) -> list[PackedRow]:
+    """Pack samples into about so many rows of like size, for ranks to share.
 
-    A sample longer than the budget gets a row of its own. The last response token is a target but
-    never an input, so a sample takes len(prompt) + len(response) - 1 tokens, less what it shares
-    with the one before it. A row repeats what its first sample shares with the one before, so trees
-    are cut where that is little: between rollouts rather than within.
-
-    Args:
-        share: False is for comparison.
-        num_rows: rows may have more tokens than the budget where so many rows hold all.
+    All of a question are in one row, however long that is; a sample without an id is a question of
+    its own. Rows repeat what questions have in common, and those that have most are put together.
     """
     inputs = [_inputs(sample) for sample in samples]
     order = _packing_order(inputs)
-    ordered = [inputs[index] for index in order]
-    shared = [_num_shared(a, b) if share else 0 for a, b in pairwise([(), *ordered])]
-    if num_rows is not None:
-        num_tokens = sum(map(len, ordered)) - sum(shared)
-        token_budget = max(token_budget, math.ceil(num_tokens / num_rows))
-    starts = _row_starts(list(map(len, ordered)), shared, token_budget)
-    return [
-        _pack_row(
-            [samples[index] for index in order[start:end]],
-            ordered[start:end],
-            range(end - start),
-            share,
-            num_repeated_tokens=shared[start],
-        )
-        for start, end in pairwise([*starts, len(order)])
-    ]
+    questions: dict[Hashable, list[int]] = defaultdict(list)  # places in the order
+    for place, index in enumerate(order):
+        sample_id = samples[index].sample_id
+        questions[("none", index) if sample_id is None else sample_id.group].append(place)
 
+    def size(places: Sequence[int]) -> int:
+        own = [inputs[order[place]] for place in places]
+        return sum(len(b) - _num_shared(a, b) for a, b in pairwise([(), *own]))
 
-def _row_starts(lengths: Sequence[int], shared: Sequence[int], token_budget: int) -> list[int]:
-    """Choose the samples that begin a row, so that rows repeat few tokens, are few, and even.
-
-    Minimises the cost of all rows: by sample, over the rows that can end with it.
-
-    Args:
-        lengths: tokens of each sample, in the order of packing.
-        shared: tokens that each has in common with the one before.
-    """
-    if sum(lengths) - sum(shared) <= token_budget:  # one row, which costs least
-        return [0] if lengths else []
-    # A row from sample a to b has ends[b] + offset_S[a] tokens, the fewer the later it begins.
-    ends = list(accumulate(length - num for length, num in zip(lengths, shared, strict=True)))
-    offset_S = torch.tensor(lengths) - torch.tensor(ends)
-    offsets, shared_S = offset_S.tolist(), torch.tensor(shared)
-    cost_S1 = torch.zeros(len(ends) + 1, dtype=torch.float64)
-    starts: list[int] = []
-    first = 0
-    for last, end in enumerate(ends):
-        while first < last and end + offsets[first] > token_budget:
-            first += 1
-        row = slice(first, last + 1)
-        fill = (end + offset_S[row]).double() / token_budget
-        costs = cost_S1[row] + shared_S[row] + _ROW_TOKENS * (1 + _EVENNESS * fill**2)
-        cost_S1[last + 1] = costs.min()
-        starts.append(first + int((costs == costs.min()).nonzero()[0]))  # of equals the first
-    path = [len(starts)]
-    while path[-1]:
-        path.append(starts[path[-1] - 1])
-    return path[:0:-1]
-
-
-def _packing_order(inputs: Sequence[Inputs]) -> list[int]:
-    """The samples in the order of their targets over all rows of `pack_rows`."""
-    return sorted(range(len(inputs)), key=inputs.__getitem__)
-
-
-def in_order(samples: Sequence[Sample], parts: Sequence[Tensor]) -> list[Tensor]:
-    """Cut values of the targets of all rows of `pack_rows`, [T] each, into one tensor per sample,
-    in the order of the samples.
-    """
-    order = _packing_order([_inputs(sample) for sample in samples])
-    if not order:
-        return []
-    lengths = [len(samples[index].response_ids) for index in order]
-    by_index = dict(zip(order, torch.cat(list(parts)).split(lengths), strict=True))
-    return [by_index[index] for index in range(len(samples))]
+    sizes = [size(places) for places in questions.values()]
+    limit = math.ceil(sum(sizes) / num_rows)
+    rows, room = list[list[int]](), 0
+    for places, num_tokens in zip(questions.values(), sizes, strict=True):
+        if num_tokens > room:
+            rows.append([])
+            room = limit
+        rows[-1] += places
+        room -= num_tokens
+    packed, last = list[PackedRow](), tuple[int, ...]()
+    for places in rows:
+        members = [order[place] for place in sorted(places)]
+        own = [inputs[index] for index in members]
+        packed.append(_pack_row([samples[index] for index in members], own, range(len(own))))
+        packed[-1] = replace(packed[-1], num_repeated_tokens=_num_shared(last, own[0]))
+        last = own[-1]
+    return packed
 
 
 def pack_row(samples: Sequence[Sample], share: bool = True) -> PackedRow:
@@ -220,12 +162,16 @@ def pack_row(samples: Sequence[Sample], share: bool = True) -> PackedRow:
     return _pack_row(samples, inputs, _packing_order(inputs), share)
 
 
+def _packing_order(inputs: Sequence[Inputs]) -> list[int]:
+    """The samples by their tokens, which puts beside each other what is alike."""
+    return sorted(range(len(inputs)), key=inputs.__getitem__)
+
+
 def _pack_row(
     samples: Sequence[Sample],
     inputs: Sequence[Inputs],
     order: Sequence[int],
-    share: bool,
-    num_repeated_tokens: int = 0,
+    share: bool = True,
 ) -> PackedRow:
     """`order`: the samples by their inputs, whose comparison takes long where much is shared."""
     input_ids: list[int] = []
@@ -247,6 +193,7 @@ def _pack_row(
         layout.append((index, num_shared))
         previous = sequence
 
+    tokens_of_T = [token for index in range(len(samples)) for token in tokens_of[index]]
     order_N = heaviest_first(subtree_ends(position_ids))
     place_N = order_N.argsort()
     position_ids_N = torch.tensor(position_ids, dtype=torch.int64)[order_N]
@@ -265,9 +212,7 @@ def _pack_row(
         input_ids_N=torch.tensor(input_ids, dtype=torch.int64)[order_N],
         position_ids_N=position_ids_N,
         subtree_end_N=torch.tensor(subtree_ends(position_ids_N.tolist()), dtype=torch.int64),
-        target_row_T=place_N[
-            torch.tensor([token for index in range(len(samples)) for token in tokens_of[index]])
-        ],
+        target_row_T=place_N[torch.tensor(tokens_of_T, dtype=torch.int64)],
         target_ids_T=torch.tensor([x for s in samples for x in s.response_ids], dtype=torch.int64),
         old_logprob_T=targets([x for s in samples for x in s.old_logprobs or s.logprobs]),
         sampler_logprob_T=targets([x for s in samples for x in s.logprobs]),
@@ -277,7 +222,6 @@ def _pack_row(
             [0, *accumulate(len(s.response_ids) for s in samples)], dtype=torch.int64
         ),
         num_unshared_tokens=sum(map(len, inputs)),
-        num_repeated_tokens=num_repeated_tokens,
         has_idle_targets=any(0.0 in s.loss_weights for s in samples),
         ref_logprob_T=targets([x for s in samples for x in s.ref_logprobs]) if has_ref else None,
         sample_ids=sample_ids,

@@ -173,8 +173,8 @@ def test_there_are_exactly_as_many_as_asked_for_and_all_exist(
 def test_scores_come_back_in_the_order_of_the_samples(make_trainer: Callable[..., Trainer]) -> None:
     """Rows sort samples by their tokens; each token's scores are those of its own sample."""
     trainer, samples = make_trainer(temperature=0.7), random_samples(9)
-    together = score_samples(trainer, samples, 30, against_reference=False)
-    alone = [score_samples(trainer, [sample], 1000, against_reference=False) for sample in samples]
+    together = score_samples(trainer, samples, against_reference=False)
+    alone = [score_samples(trainer, [sample], against_reference=False) for sample in samples]
     found = together.baseline_logprob_T.tolist()
     assert found == [x for s in samples for x in torch.tensor(s.logprobs).tolist()]
     torch.testing.assert_close(
@@ -183,7 +183,7 @@ def test_scores_come_back_in_the_order_of_the_samples(make_trainer: Callable[...
     torch.testing.assert_close(
         together.entropy_T, torch.cat([each.entropy_T for each in alone]), rtol=1e-6, atol=1e-6
     )
-    assert score_samples(trainer, [], 30, against_reference=False).entropy_T.shape == (0,)
+    assert score_samples(trainer, [], against_reference=False).entropy_T.shape == (0,)
 
 
 def test_the_reference_is_the_other_denominator(make_trainer: Callable[..., Trainer]) -> None:
@@ -192,11 +192,11 @@ def test_the_reference_is_the_other_denominator(make_trainer: Callable[..., Trai
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.add_(0.01)
-    scored = score_samples(trainer, samples, 1000, against_reference=True)
+    scored = score_samples(trainer, samples, against_reference=True)
     assert not torch.allclose(scored.logprob_T, scored.baseline_logprob_T)
     torch.testing.assert_close(
         scored.baseline_logprob_T,
-        score_samples(make_trainer(), samples, 1000, against_reference=False).logprob_T,
+        score_samples(make_trainer(), samples, against_reference=False).logprob_T,
     )
 
 
@@ -244,7 +244,7 @@ def test_every_rule_runs_on_real_scores(make_trainer: Callable[..., Trainer], ki
     ]
     rule = Appo(rule=kind, spacing=1)
     samples, _ = root_samples(groups)
-    scores = score_samples(trainer, samples, 40, against_reference=False)
+    scores = score_samples(trainer, samples, against_reference=False)
     found = find_points(groups, scores, rule, num_branches=4, seed=0, is_blank_V=NOT_BLANK)
     assert [len(each) for each in found] == [4, 4]
 
@@ -267,7 +267,7 @@ def test_what_the_sampler_told_spares_the_policys_pass(
     seen = num_passes(
         trainer.model,
         lambda: found.append(
-            score_samples(trainer, samples, 1000, against_reference=False, entropies=entropies)
+            score_samples(trainer, samples, against_reference=False, entropies=entropies)
         ),
     )
     assert seen == 0
@@ -280,7 +280,7 @@ def test_what_the_sampler_told_spares_the_policys_pass(
     seen = num_passes(
         reference,
         lambda: found.append(
-            score_samples(trainer, samples, 1000, against_reference=True, entropies=entropies)
+            score_samples(trainer, samples, against_reference=True, entropies=entropies)
         ),
     )
     assert seen == 1
@@ -297,13 +297,11 @@ def test_rounding_between_sampler_and_reference_is_no_difference(
     """Or the first step, in which both policies are the same, would branch where its noise is."""
     trainer = make_trainer(reference=make_trainer().model.eval())
     (sample,) = random_samples(1, seed=3)
-    truth = score_samples(trainer, [sample], 1000, against_reference=False).logprob_T
+    truth = score_samples(trainer, [sample], against_reference=False).logprob_T
     noise = torch.tensor([9e-6, -9e-6] * len(truth))[: len(truth)]
     noise[-1] = 3e-3
     told = replace(sample, logprobs=tuple((truth + noise).tolist()))
-    scored = score_samples(
-        trainer, [told], 1000, against_reference=True, entropies=[1.0] * len(truth)
-    )
+    scored = score_samples(trainer, [told], against_reference=True, entropies=[1.0] * len(truth))
     assert len(truth) > 2 and torch.equal(scored.logprob_T[:-1], scored.baseline_logprob_T[:-1])
     found = float(scored.logprob_T[-1] - scored.baseline_logprob_T[-1])
     assert found == pytest.approx(3e-3, rel=1e-2)
@@ -327,7 +325,7 @@ def test_what_was_scored_is_not_scored_again_and_trains_the_same(
             for parameter in reference.parameters():
                 parameter.mul_(1.05)
         trainer = make_trainer(loss, reference=reference, rescore=not is_given, has_ref=is_given)
-        scores = score_samples(trainer, samples, 1000, against_reference=True)
+        scores = score_samples(trainer, samples, against_reference=True)
         known = known_logprobs(samples, scores, has_old=is_given, has_ref=is_given)
         batch = complete(TrainBatch(tuple(samples)), 2, 0, known, alone)
         rows, stats = pack(batch.samples, 2, 1000), dict[str, float]()

@@ -132,7 +132,7 @@ def test_a_loss_in_a_file_has_the_gradient_that_autograd_gives_it(
     algorithm = load_algorithm(config)
     clipped, own = make_trainer(rescore=True, grad_clip=0.0), make_trainer(grad_clip=0.0)
     own._token_loss = algorithm.token_loss(algorithm.loss_spec())
-    stale = pack_rows(random_samples(6), 30)
+    stale = pack_rows(random_samples(6), 4)
     (fresh,) = clipped.old_logprobs([stale])
     truth = gradient_of(clipped, fresh)
     assert distance(gradient_of(own, fresh), truth) < 1e-5

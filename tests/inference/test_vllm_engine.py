@@ -236,7 +236,7 @@ class TestVllm:
             LossSpec(),
             OptimSpec(lr=1e-3),
             temperature=temperature,
-        ).step([pack_rows(samples, 300)])
+        ).step([pack_rows(samples, 4)])
         assert abs(stats["ratio_max"] - 1) <= 2e-5
         assert abs(stats["ratio_min"] - 1) <= 2e-5
         assert stats["logprob_mismatch"] <= 1e-5

@@ -79,7 +79,7 @@ def test_row_codec_roundtrip() -> None:
         for s in samples
     ]
     masked = [replace(s, sampling_mask=mask) for s, mask in zip(samples, masks, strict=True)]
-    whole = pack_rows(samples, 20)
+    whole = pack_rows(samples, 4)
     rows = [*whole, empty_row(), pack_row(masked), pack_row([samples[0], masked[1]])]
     rows[1] = replace(rows[1], ref_logprob_T=rows[1].old_logprob_T * 2, num_repeated_tokens=3)
     rows[2] = replace(rows[2], advantage_T=rows[2].advantage_T * math.nan)
@@ -90,6 +90,6 @@ def test_row_codec_roundtrip() -> None:
 
 
 def test_one_rank_keeps_its_rows(alone: World) -> None:
-    rows = pack_rows(random_samples(9), 20)
+    rows = pack_rows(random_samples(9), 4)
     (found,) = balance([rows], lambda row: pytest.fail("nothing to weigh"), alone, num_takers=1)
     assert all(a is b for a, b in zip(found, rows, strict=True))

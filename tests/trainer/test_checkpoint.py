@@ -55,7 +55,7 @@ class Setup:
         return Trainer(model, self.world, LossSpec(), OptimSpec(lr=1e-2))
 
     def rows(self, seed: int) -> list[list[PackedRow]]:
-        return [pack_rows(self.make_samples(4, seed=seed), 30)]
+        return [pack_rows(self.make_samples(4, seed=seed), 4)]
 
     def save(self, step: int, keep: int = 10, **state: int) -> Path:
         return save(

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from bench.families import TRAINED, config_of, parity, samples
 from flowtrain.records import Sample
 from flowtrain.trainer.attention.flex import padded
-from flowtrain.trainer.packing import pack_rows
+from flowtrain.trainer.packing import pack_row, pack_rows
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cpu" / "families.json"
 WINDOWED = [name for name in ("gemma3_text", "gpt_oss", "granite_swa", "mistral") if name in CASES]
@@ -48,22 +48,22 @@ def test_tree_packed_and_padded_rows_train_what_samples_alone_do(
     model, every = in_fp64_if_recurrent(model_of(family)), samples()
     truth = alone(model, every)
     prepare(model)
-    tree, packed = pack_rows(every, 4096), pack_rows(every, 4096, share=False)
+    tree, packed = pack_rows(every, 1), [pack_row(every, share=False)]
     assert len(tree[0].input_ids_N) < 0.7 * len(packed[0].input_ids_N)
-    for rows in (tree, packed, [padded(row) for row in tree], pack_rows(every, 50)):
+    for rows in (tree, packed, [padded(row) for row in tree], pack_rows(every, 4)):
         check_equal(on_rows(model, rows), truth, 1e-4 if family in RECURRENT else 1e-5)
 
 
 @pytest.mark.parametrize("family", families(WINDOWED))
 @settings(derandomize=True, deadline=None, max_examples=8)
-@given(every=sample_trees(), window=st.integers(2, 8), budget=st.integers(1, 80))
+@given(every=sample_trees(), window=st.integers(2, 8), num_rows=st.integers(1, 8))
 def test_any_tree_under_any_window(
-    family: str, every: list[Sample], window: int, budget: int
+    family: str, every: list[Sample], window: int, num_rows: int
 ) -> None:
     model = model_of(family, sliding_window=window).double()  # fp32 rounds small gradients away
     truth = alone(model, every)
     prepare(model)
-    check_equal(on_rows(model, pack_rows(every, budget)), truth)
+    check_equal(on_rows(model, pack_rows(every, num_rows)), truth)
 
 
 @pytest.mark.parametrize("family", families(CASES))

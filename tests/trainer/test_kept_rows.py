@@ -97,12 +97,12 @@ def test_the_gradient_is_that_of_dense_masks(
     if not has_head:
         trainer.model.get_output_embeddings().__class__ = torch.nn.Linear
     assert (fused_head(trainer.model) is not None) == has_head
-    for token_budget in (1000, 25):
-        assert distance(gradient_of(trainer, pack_rows(samples, token_budget)), truth) < TOLERANCE
+    for num_rows in (1, 4):
+        assert distance(gradient_of(trainer, pack_rows(samples, num_rows)), truth) < TOLERANCE
     whole = [replace(sample, sampling_mask=None) for sample in samples]
-    found = distance(gradient_of(trainer, pack_rows(whole, 1000)), truth)
+    found = distance(gradient_of(trainer, pack_rows(whole, 1)), truth)
     assert found > 0.1, "or the sets would not matter"
-    assert trainer.step([pack_rows(samples, 25)])["loss"] == pytest.approx(loss, rel=1e-5)
+    assert trainer.step([pack_rows(samples, 4)])["loss"] == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -137,12 +137,10 @@ def test_the_trainer_computes_the_logprobs_of_the_torch_engine(
     ]
     assert max(counts) <= top_k and (top_p < 1 or min(counts) == top_k)
     for rescore in (False, True):
-        stats = make_trainer(LossSpec(), temperature, rescore=rescore).step(
-            [pack_rows(samples, 60)]
-        )
+        stats = make_trainer(LossSpec(), temperature, rescore=rescore).step([pack_rows(samples, 4)])
         assert stats["logprob_mismatch"] < 1e-5
         assert stats["ratio_min"] == pytest.approx(1, abs=2e-5)
         assert stats["ratio_max"] == pytest.approx(1, abs=2e-5)
     whole = [replace(sample, sampling_mask=None) for sample in samples]
-    found = make_trainer(LossSpec(), temperature).step([pack_rows(whole, 60)])["logprob_mismatch"]
+    found = make_trainer(LossSpec(), temperature).step([pack_rows(whole, 4)])["logprob_mismatch"]
     assert found > 0.05, "or the sets would not matter"

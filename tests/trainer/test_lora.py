@@ -57,7 +57,7 @@ def cloned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.fixture
 def rows() -> list[list[PackedRow]]:
-    return [pack_rows(random_samples(6), 30)]
+    return [pack_rows(random_samples(6), 4)]
 
 
 def test_at_first_the_model_is_what_it_was(
@@ -258,7 +258,7 @@ def train(path: str, folder: str, dtype: str) -> None:
 
     sharding._SMALL = 0
     samples = [s for s in every_sample() if (s.minibatch, s.minibatch) == (0, 0)]
-    mine = [pack_rows(samples[world.rank :: world.size], 30)]
+    mine = [pack_rows(samples[world.rank :: world.size], 4)]
     first = fresh()
     first.step(mine)
     path_1 = saved(first, path, root, world)

@@ -78,14 +78,14 @@ def test_gspo_through_packed_rows_is_the_sequence_loss(make_trainer: MakeTrainer
     (torch.stack(losses).sum() / len(samples)).backward()
     truth = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
     trainer.optimizer.zero_grad()
-    for budget in (1000, 25, 1):
+    for num_rows in (1, 4, 99):
         torch.testing.assert_close(
-            gradient_of(trainer, pack_rows(samples, budget)), truth, rtol=1e-4, atol=1e-7
+            gradient_of(trainer, pack_rows(samples, num_rows)), truth, rtol=1e-4, atol=1e-7
         )
 
 
-@pytest.mark.parametrize("budget", [1000, 25])
-def test_masked_tokens_leave_the_normaliser(make_trainer: MakeTrainer, budget: int) -> None:
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_masked_tokens_leave_the_normaliser(make_trainer: MakeTrainer, num_rows: int) -> None:
     """Dropping tokens by their ratio is the same as giving them no weight to begin with."""
     low, high = 0.9, 1.1
     masked = make_trainer(LossSpec(mis=(low, high)), rescore=True, grad_clip=0.0)
@@ -106,9 +106,9 @@ def test_masked_tokens_leave_the_normaliser(make_trainer: MakeTrainer, budget: i
         sum(w != 0 for s in group for w in s.loss_weights) for group in (by_hand, samples)
     )
     assert 0.2 < num_kept / num_all < 0.8, "the case is to have dropped and kept tokens"
-    expected = gradient_of(plain, pack_rows(by_hand, budget))
+    expected = gradient_of(plain, pack_rows(by_hand, num_rows))
     torch.testing.assert_close(
-        gradient_of(masked, pack_rows(samples, budget)), expected, rtol=1e-6, atol=1e-9
+        gradient_of(masked, pack_rows(samples, num_rows)), expected, rtol=1e-6, atol=1e-9
     )
 
 
@@ -137,9 +137,9 @@ def test_truncated_importance_sampling_weighs_the_policy_term(make_trainer: Make
         replace(s, advantages=(s.advantages[0] * factor,))
         for s, factor in zip(samples, factors, strict=True)
     ]
-    expected = gradient_of(plain, pack_rows(by_hand, 1000))
+    expected = gradient_of(plain, pack_rows(by_hand, 1))
     torch.testing.assert_close(
-        gradient_of(corrected, pack_rows(samples, 1000)), expected, rtol=1e-5, atol=1e-7
+        gradient_of(corrected, pack_rows(samples, 1)), expected, rtol=1e-5, atol=1e-7
     )
 
 
@@ -155,7 +155,7 @@ def test_rescored_truncated_importance_sampling_is_decoupled_ppo(make_trainer: M
         LossSpec(clip_low=clip, clip_high=clip, tis=cap), rescore=True, grad_clip=0.0
     )
     samples = near(trainer, random_samples(9), 0.3)
-    (scored,) = trainer.old_logprobs([pack_rows(samples, 25)])
+    (scored,) = trainer.old_logprobs([pack_rows(samples, 4)])
     rows = trainer._prepare(scored)
     normaliser = sum(float(row.loss_weight_T.sum()) for row in rows)
     with torch.no_grad():
@@ -186,8 +186,8 @@ def test_rescored_truncated_importance_sampling_is_decoupled_ppo(make_trainer: M
     torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("budget", [1000, 25, 1])
-def test_m2po_looks_at_the_whole_mini_batch(make_trainer: MakeTrainer, budget: int) -> None:
+@pytest.mark.parametrize("num_rows", [1, 4, 99])
+def test_m2po_looks_at_the_whole_mini_batch(make_trainer: MakeTrainer, num_rows: int) -> None:
     """The largest log-ratios of all samples go first."""
     threshold = 0.05
     trainer = make_trainer(
@@ -218,7 +218,7 @@ def test_m2po_looks_at_the_whole_mini_batch(make_trainer: MakeTrainer, budget: i
         sum(float(p.grad.square().sum()) for p in trainer.model.parameters() if p.grad is not None)
     )
     trainer.optimizer.zero_grad()
-    stats = trainer.step([pack_rows(samples, budget)])
+    stats = trainer.step([pack_rows(samples, num_rows)])
     assert stats["clip_fraction"] == pytest.approx((len(away) - len(stays)) / len(size_T))
     assert stats["grad_norm"] == pytest.approx(truth, rel=1e-4)
     assert stats["ratio_bound"] > math.exp(float(size_T[stays].max()))

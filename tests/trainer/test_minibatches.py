@@ -74,8 +74,8 @@ def test_weights_move_as_with_as_many_minibatches(
     by_size = complete(unsplit, 0, 12 // num_minibatches, {}, ALONE)
     assert by_size.num_minibatches == num_minibatches and list(by_size.samples) == samples
     one, other = make_trainer(), make_trainer()
-    stats = one.step(pack(samples, num_minibatches, 30))
-    again = other.step(pack(by_size.samples, num_minibatches, 30))
+    stats = one.step(pack(samples, num_minibatches))
+    again = other.step(pack(by_size.samples, num_minibatches))
     assert stats["grad_norm"] == again["grad_norm"] and stats["num_optim_steps"] == num_minibatches
     for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(a, b)

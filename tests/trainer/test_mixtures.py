@@ -233,7 +233,7 @@ def test_a_tree_is_its_samples_one_by_one(
     truth = one_by_one(plain, samples, form)
     assert_equal(in_rows(ours, [pack_row(samples)]), truth)
     assert_equal(in_walk(ours, pack_row(samples), 3), truth)
-    assert_equal(in_rows(ours, pack_rows(samples, 7)), truth)
+    assert_equal(in_rows(ours, pack_rows(samples, 4)), truth)
     assert_equal(in_rows(ours, [pack_row(samples, share=False)]), truth)
 
 

@@ -244,7 +244,7 @@ def rows_of(seed: int) -> list:
             tuple(torch.randint(280, (6,), generator=rng).tolist()) for _ in range(2)
         )
         samples.append(Sample(prompt, response, (-5.6,) * 6, (1.0 - seed % 2,) * 6, (1.0,) * 6))
-    return [pack_rows(samples, 1000)]
+    return [pack_rows(samples, 1)]
 
 
 def new_trainer(path: str, world: World, kind: str) -> Trainer:

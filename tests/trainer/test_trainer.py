@@ -60,12 +60,12 @@ def test_packed_is_padded_is_one_at_a_time(
     assert distance(padded, one_by_one) < TOLERANCE
     trainer = make_trainer(spec, temperature, reference, grad_clip=0.0)
     sizes = []
-    for token_budget in (1000, 30, 1):
-        rows = pack_rows(samples, token_budget)
+    for num_rows in (1, 4, 99):
+        rows = pack_rows(samples, num_rows)
         sizes.append(len(rows))
         assert distance(gradient_of(trainer, rows), padded) < TOLERANCE
     assert sizes[0] == 1 and sizes[2] == 12 and 1 < sizes[1] < 12
-    assert trainer.step([pack_rows(samples, 30)])["loss"] == pytest.approx(loss, rel=1e-5)
+    assert trainer.step([pack_rows(samples, 4)])["loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_the_order_of_samples_and_rows_does_not_matter(make_trainer: MakeTrainer) -> None:
@@ -78,19 +78,19 @@ def test_the_order_of_samples_and_rows_does_not_matter(make_trainer: MakeTrainer
 def test_the_normaliser_is_the_sum_of_all_weights(make_trainer: MakeTrainer) -> None:
     """Neither scaled weights, nor a repeated batch, nor a sample of weight 0 change it."""
     samples, trainer = random_samples(6), make_trainer(grad_clip=0.0)
-    truth = gradient_of(trainer, pack_rows(samples, 30))
+    truth = gradient_of(trainer, pack_rows(samples, 4))
     scaled = [replace(s, loss_weights=tuple(8 * w for w in s.loss_weights)) for s in samples]
     ignored = weighing(*random_samples(1, seed=9), 0.0)
     for others in (scaled, samples * 2, [*samples, ignored]):
-        assert distance(gradient_of(trainer, pack_rows(others, 30)), truth) < TOLERANCE
+        assert distance(gradient_of(trainer, pack_rows(others, 4)), truth) < TOLERANCE
 
 
 def test_divisors_of_samples_take_the_place_of_their_weights(make_trainer: MakeTrainer) -> None:
     samples, trainer = random_samples(6), make_trainer(grad_clip=0.0)
-    truth = gradient_of(trainer, pack_rows(samples, 30))
+    truth = gradient_of(trainer, pack_rows(samples, 4))
     weight = sum(sum(sample.loss_weights) for sample in samples)
     divided = [replace(sample, divisor=0.5) for sample in samples]
-    found = gradient_of(trainer, pack_rows(divided, 30))
+    found = gradient_of(trainer, pack_rows(divided, 4))
     assert distance({k: v * 3 / weight for k, v in found.items()}, truth) < TOLERANCE
 
 
@@ -111,7 +111,7 @@ def test_an_ignored_token_poisons_nothing(
 ) -> None:
     samples = [replace(s, loss_weights=(0.0, *s.loss_weights[1:])) for s in random_samples(4)]
     spoiled = [replace(s, logprobs=(broken, *s.logprobs[1:])) for s in samples]
-    clean, marred = (pack_rows(each, 20) for each in (samples, spoiled))
+    clean, marred = (pack_rows(each, 4) for each in (samples, spoiled))
     trainer = make_trainer(FULL_LOSS, 1.0, reference_of(tiny_path), grad_clip=0.0)
     assert distance(gradient_of(trainer, marred), gradient_of(trainer, clean)) == 0
     before, after = (
@@ -132,7 +132,7 @@ def test_learning_rate_0_moves_no_bit(tiny_path: str, alone: World) -> None:
     before = weights_of(trainer)
     for step in range(5):
         minibatches = (random_samples(5, seed=step), random_samples(3, seed=step + 50))
-        stats = trainer.step([pack_rows(samples, 20) for samples in minibatches])
+        stats = trainer.step([pack_rows(samples, 4) for samples in minibatches])
         assert stats["grad_norm"] > 0 and stats["num_optim_steps"] == 2 and stats["lr"] == 0
     assert same(before, weights_of(trainer))
 
@@ -146,7 +146,7 @@ def test_a_step_is_adamw_on_the_clipped_gradient(tiny_path: str, make_trainer: M
         scout.model.parameters(), **options, fused=False, foreach=False
     )
     for seed in range(2):
-        rows = pack_rows(random_samples(5, seed=seed), 30)
+        rows = pack_rows(random_samples(5, seed=seed), 4)
         grads = gradient_of(scout, rows)
         norm = math.sqrt(sum(float(g.square().sum()) for g in grads.values()))
         assert norm > 0.1, "the case is to be clipped"
@@ -161,7 +161,7 @@ def test_a_step_is_adamw_on_the_clipped_gradient(tiny_path: str, make_trainer: M
 
 
 def test_grad_clip_bounds_the_norm_and_0_turns_it_off(make_trainer: MakeTrainer) -> None:
-    rows = pack_rows(random_samples(5), 30)
+    rows = pack_rows(random_samples(5), 4)
     free = gradient_of(make_trainer(grad_clip=0.0), rows)
     norm = math.sqrt(sum(float(g.square().sum()) for g in free.values()))
     for limit in (norm / 10, norm / 2, norm * 2):
@@ -174,13 +174,13 @@ def test_set_lr(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(weight_decay=0.0)
     trainer.set_lr(0.0)
     before = weights_of(trainer)
-    assert trainer.step([pack_rows(random_samples(3), 30)])["lr"] == 0
+    assert trainer.step([pack_rows(random_samples(3), 4)])["lr"] == 0
     assert same(before, weights_of(trainer))
 
 
 def test_minibatches_step_one_after_another(make_trainer: MakeTrainer) -> None:
     """Each with its own normaliser: two in one call are two calls."""
-    first, second = (pack_rows(random_samples(num, seed=num), 30) for num in (5, 3))
+    first, second = (pack_rows(random_samples(num, seed=num), 4) for num in (5, 3))
     together, apart = make_trainer(), make_trainer()
     stats = together.step([first, second])
     one, two = apart.step([first]), apart.step([second])
@@ -195,7 +195,7 @@ def test_minibatches_step_one_after_another(make_trainer: MakeTrainer) -> None:
 
 def test_batches_without_samples_move_nothing(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
-    rows = pack_rows(random_samples(3), 30)
+    rows = pack_rows(random_samples(3), 4)
     trainer.step([rows])  # there is momentum now
     before = weights_of(trainer)
     ignored = [pack_row([weighing(sample, 0.0) for sample in random_samples(2)])]
@@ -227,8 +227,8 @@ def state_of(trainer: Trainer) -> list[Tensor]:
 
 def test_a_step_that_is_not_finite_leaves_no_trace(make_trainer: MakeTrainer) -> None:
     """Alone and among mini-batches; what follows goes on as if it had not been."""
-    first, second = (pack_rows(random_samples(5, seed=seed), 30) for seed in (1, 2))
-    bad = pack_rows(broken(random_samples(5, seed=3)), 30)
+    first, second = (pack_rows(random_samples(5, seed=seed), 4) for seed in (1, 2))
+    bad = pack_rows(broken(random_samples(5, seed=3)), 4)
     marred, plain = make_trainer(), make_trainer()
     assert marred.step([first]) == plain.step([first])
     before = state_of(marred)
@@ -260,7 +260,7 @@ def test_gradient_and_loss_are_both_looked_at(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     trainer = make_trainer()
-    rows = pack_rows(random_samples(4), 30)
+    rows = pack_rows(random_samples(4), 4)
     trainer.step([rows])
     before = state_of(trainer)
     trainer.forward_backward(rows, 1.0, StepMetrics())
@@ -275,7 +275,7 @@ def test_gradient_and_loss_are_both_looked_at(
 
 
 def test_a_few_in_a_row_end_the_run(make_trainer: MakeTrainer) -> None:
-    good, bad = pack_rows(random_samples(4), 30), pack_rows(broken(random_samples(4)), 30)
+    good, bad = pack_rows(random_samples(4), 4), pack_rows(broken(random_samples(4)), 4)
     trainer = make_trainer()
     for _ in range(2):
         trainer.step([bad, good, bad], 40)
@@ -330,7 +330,7 @@ def test_only_target_rows_reach_the_head(make_trainer: MakeTrainer) -> None:
 
 
 def test_rescoring_an_on_policy_batch_changes_nothing(make_trainer: MakeTrainer) -> None:
-    rows = pack_rows(scored(make_trainer(), random_samples(6)), 30)
+    rows = pack_rows(scored(make_trainer(), random_samples(6)), 4)
     sampler, rescored = make_trainer(grad_clip=0.0), make_trainer(grad_clip=0.0, rescore=True)
     assert distance(gradient_of(rescored, rows), gradient_of(sampler, rows)) < 1e-5
     stats = rescored.step([rows])
@@ -347,8 +347,8 @@ def test_rescoring_takes_ratios_against_the_policy_before_the_batch(
 ) -> None:
     """For the second mini-batch too."""
     samples = [random_samples(5, seed=1), random_samples(5, seed=2)]
-    wrong = [pack_rows(each, 30) for each in samples]
-    right = [pack_rows(scored(make_trainer(), each), 30) for each in samples]
+    wrong = [pack_rows(each, 4) for each in samples]
+    right = [pack_rows(scored(make_trainer(), each), 4) for each in samples]
     options = {"lr": 0.1, "rescore": True}
     stats, truth = make_trainer(**options).step(wrong), make_trainer(lr=0.1).step(right)
     for name in ("loss", "ratio_mean", "ratio_max", "ratio_min", "clip_fraction", "kl_old"):
@@ -364,7 +364,7 @@ def test_the_kl_is_zero_until_the_policy_moves(tiny_path: str, make_trainer: Mak
     before = [p.clone() for p in reference.parameters()]
     trainer = make_trainer(LossSpec(kl_coef=0.5), reference=reference)
     plain = make_trainer(LossSpec())
-    rows = pack_rows(random_samples(6), 30)
+    rows = pack_rows(random_samples(6), 4)
     assert distance(gradient_of(trainer, rows), gradient_of(plain, rows)) < TOLERANCE
     first, second = trainer.step([rows])["kl_ref"], trainer.step([rows])["kl_ref"]
     assert first == pytest.approx(0, abs=1e-10) and second > 1e-4
@@ -420,8 +420,8 @@ def test_statistics_are_means_over_the_trained_tokens(
             clipped += is_clipped.tolist()
     num_tokens = len(ratios)
     loss, _ = plain.gradient([samples])
-    for budget in (1000, 25, 1):
-        rows = pack_rows(samples, budget)
+    for num_rows in (1, 4, 99):
+        rows = pack_rows(samples, num_rows)
         stats = make_trainer(spec, 1.0, reference).step([rows])
         expected = {
             "num_tokens": num_tokens,

@@ -1,9 +1,9 @@
-"""Packing: nothing lost, nothing twice, nothing over budget, and every array is right."""
+"""Packing: nothing lost, nothing twice, rows of like size, and every array is right."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.agentflow_shape import agentflow_samples
-from flowtrain.records import Sample
+from flowtrain.records import Sample, SampleId
 from flowtrain.trainer import packing as tree
 from flowtrain.trainer.cost import ForwardCost
 from flowtrain.trainer.packing import PackedRow, empty_row, pack, pack_row, pack_rows
@@ -80,27 +80,37 @@ def prefixes(samples: list[Sample]) -> set[tuple[int, ...]]:
     return {sequence[:size] for sequence in inputs for size in range(1, len(sequence) + 1)}
 
 
-def num_repeated_in_filled_rows(samples: list[Sample], budget: int) -> int:
-    """Tokens that rows repeat where each is filled before the next begins."""
-    rows: list[list[Sample]] = []
-    for sample in sorted(samples, key=lambda s: s.prompt_ids + s.response_ids[:-1]):
-        if rows and len(prefixes([*rows[-1], sample])) <= budget:
-            rows[-1].append(sample)
-        else:
-            rows.append([sample])
-    return sum(len(prefixes(row)) for row in rows) - len(prefixes(samples))
-
-
 @settings(derandomize=True, deadline=None, max_examples=300)
-@given(sample_lists(), st.integers(1, 40))
-def test_rows_hold_every_sample_once_within_the_budget_and_share_what_can_be_shared(
-    samples: list[Sample], budget: int
+@given(sample_lists(), st.integers(1, 40), st.integers(1, 5))
+def test_rows_hold_every_sample_once_and_share_what_can_be_shared(
+    samples: list[Sample], num_rows: int, num_questions: int
 ) -> None:
-    rows = pack_rows(samples, budget)
-    unpacked = [unpack(row) for row in rows]
-    assert sorted(key(s) for row in unpacked for s in row) == sorted(key(s) for s in samples)
-    for row, members in zip(rows, unpacked, strict=True):
-        assert len(row.input_ids_N) <= budget or len(members) == 1
+    """All samples of a question are in one row."""
+    named = [replace(s, sample_id=SampleId(n % num_questions, 0, n)) for n, s in enumerate(samples)]
+    for every in (samples, named):
+        rows = pack_rows(every, num_rows)
+        unpacked = [unpack(row) for row in rows]
+        assert sorted(key(s) for row in unpacked for s in row) == sorted(key(s) for s in samples)
+        places: dict[int, set[int]] = {}
+        for place, row in enumerate(rows):
+            for sample_id in row.sample_ids:
+                places.setdefault(sample_id.group, set()).add(place)
+        assert all(len(found) == 1 for found in places.values())
+    sizes = [len(row.input_ids_N) for row in rows]
+    of_question = [
+        len(prefixes([s for s in named if s.sample_id is not None and s.sample_id.group == n]))
+        for n in range(num_questions)
+    ]
+    limit = max(1, -(-sum(of_question) // num_rows))
+    assert all(size <= max(limit, *of_question) for size in sizes)
+    assert len(rows) <= 2 * num_rows, "two that are side by side are over the limit together"
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(sample_lists(), st.integers(1, 40))
+def test_arrays_of_rows(samples: list[Sample], num_rows: int) -> None:
+    rows = pack_rows(samples, num_rows)
+    for row, members in zip(rows, map(unpack, rows), strict=True):
         assert len(row.input_ids_N) == len(prefixes(members))
         assert row.num_unshared_tokens == sum(
             len(s.prompt_ids) + len(s.response_ids) - 1 for s in members
@@ -111,16 +121,11 @@ def test_rows_hold_every_sample_once_within_the_budget_and_share_what_can_be_sha
         assert {tensor.dtype for tensor in (*of_tokens, *of_targets)} == {torch.int64}
         values = row.advantage_T, row.loss_weight_T, row.old_logprob_T
         assert {tensor.dtype for tensor in values} == {torch.float32}
+    # Samples without ids are cut in the order of their tokens, so that is all that is repeated.
     repeated = sum(row.num_repeated_tokens for row in rows)
     assert sum(len(row.input_ids_N) for row in rows) - repeated == len(prefixes(samples))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree, "_EVENNESS", 0.0)
-        uneven = pack_rows(samples, budget)
-    filled = num_repeated_in_filled_rows(samples, budget)
-    assert sum(row.num_repeated_tokens for row in uneven) <= filled
-    assert repeated <= filled + tree._EVENNESS * tree._ROW_TOKENS * len(rows), "for evenness' sake"
     cost = ForwardCost(2.0, 3.0, 5.0, 1.0, per_near_pair=((2, 7.0), (4, 11.0)))
-    whole = pack_rows(samples, 1000)
+    whole = [pack_row(samples)] if samples else []
     places = [p for row in whole for p in row.position_ids_N.tolist()]
     pairs = sum(3 * (p + 1) + 7 * min(p + 1, 2) + 11 * min(p + 1, 4) for p in places)
     of_targets = 5 * sum(len(row.target_ids_T) for row in whole)
@@ -130,63 +135,26 @@ def test_rows_hold_every_sample_once_within_the_budget_and_share_what_can_be_sha
     assert sum(map(cost.flops, rows)) >= sum(map(cost.flops, whole)) + 2 * repeated
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
-@given(sample_lists(), st.integers(1, 40))
-def test_no_other_cuts_cost_less(samples: list[Sample], budget: int) -> None:
-    """Against all of them, without what every one repeats."""
-    samples = sorted(samples, key=lambda s: s.prompt_ids + s.response_ids[:-1])[:7]
-    costs = []
-    for cuts in product((False, True), repeat=max(len(samples) - 1, 0)):
-        inner = [place for place, is_cut in enumerate(cuts, 1) if is_cut]
-        parts = [samples[a:b] for a, b in pairwise([0, *inner, len(samples)])]
-        if all(len(part) <= 1 or len(prefixes(part)) <= budget for part in parts):
-            costs.append(cost_of([len(prefixes(part)) for part in parts if part], budget))
-    found = [len(row.input_ids_N) for row in pack_rows(samples, budget)]
-    assert cost_of(found, budget) == pytest.approx(min(costs))
-
-
-def cost_of(sizes: list[int], budget: int) -> float:
-    return sum(size + 512 * (1 + (size / budget) ** 2 / 2) for size in sizes)
-
-
-@settings(derandomize=True, deadline=None, max_examples=50)
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1000, 6000))
-def test_a_group_that_fits_in_a_row_is_not_cut(sizes: list[int], budget: int) -> None:
+def test_rows_are_of_like_size_and_no_question_is_cut() -> None:
     """Groups of AgentFlow's shape, each with 900 tokens that its rollouts have in common."""
-    groups = [
-        [
-            replace(s, prompt_ids=(n, *s.prompt_ids), advantages=(float(n),) * len(s.response_ids))
-            for s in agentflow_samples(3, 0.3, size)
-        ]
-        for n, size in enumerate(sizes)
+    samples = [
+        replace(s, prompt_ids=(n, *s.prompt_ids), sample_id=SampleId(n, 0, k))
+        for n, size in enumerate([2, 3, 2, 4, 1, 2, 2, 3, 1, 2])
+        for k, s in enumerate(agentflow_samples(3, 0.3, size))
     ]
-    rows = pack_rows([s for group in groups for s in group], budget)
-    for n, group in enumerate(groups):
-        num_rows = sum(bool((row.advantage_T == n).any()) for row in rows)
-        assert num_rows == 1 or len(pack_row(group).input_ids_N) > budget
-
-
-def test_cuts_fall_between_rollouts_and_leave_no_short_row() -> None:
-    rows = pack_rows(agentflow_samples(4, 0.3), 6000)
-    assert [row.num_repeated_tokens for row in rows] == [0, 900], "what a group has in common"
-    assert all(len(row.input_ids_N) > 3500 for row in rows)
-    chains = [Sample((7,) * (n % 3) + (9, n) * 50, (1,), *[(0.0,)] * 3) for n in range(10)]
-    assert [len(row.cu_targets_S1) - 1 for row in pack_rows(chains, 900)] == [5, 5]
+    sizes = [len(row.input_ids_N) for row in pack_rows(samples, 4)]
+    assert sum(sizes) == len(prefixes(samples)), "nothing is repeated"
+    assert 4 <= len(sizes) <= 6
+    assert max(sizes) <= -(-sum(sizes) // 4)
+    (row,) = pack(samples, 1)[0]
+    assert len(row.input_ids_N) == sum(sizes)
+    assert len(pack(samples, 1, num_takers=3)[0]) > 4
 
 
 @settings(derandomize=True, deadline=None)
 @given(sample_lists())
 def test_targets_keep_the_order_of_the_samples(samples: list[Sample]) -> None:
     assert not samples or [key(s) for s in unpack(pack_row(samples))] == [key(s) for s in samples]
-
-
-def of_size(size: int, token: int = 1) -> Sample:
-    return Sample((token,) * size, (1,), (-1.0,), (1.0,), (1.0,))
-
-
-def test_a_sample_over_the_budget_gets_a_row_of_its_own() -> None:
-    rows = pack_rows([of_size(3, 5), of_size(30, 6), of_size(4, 7)], 10)
-    assert [len(row.input_ids_N) for row in rows] == [3, 30, 4]
 
 
 def test_the_example_of_a_row() -> None:
@@ -211,22 +179,18 @@ def test_the_example_of_a_row() -> None:
 
 
 @settings(derandomize=True, deadline=None)
-@given(sample_lists(), st.integers(1, 40))
-def test_without_sharing_each_sample_is_a_tree_of_its_own(
-    samples: list[Sample], budget: int
-) -> None:
-    rows = pack_rows(samples, budget, share=False)
-    assert sorted(key(s) for row in rows for s in unpack(row)) == sorted(key(s) for s in samples)
-    for row in rows:
-        num_samples = len(row.cu_targets_S1) - 1
-        assert len(tree_bounds(row.subtree_end_N)) == num_samples + 1
-        assert len(row.input_ids_N) == row.num_unshared_tokens
+@given(sample_lists())
+def test_without_sharing_each_sample_is_a_tree_of_its_own(samples: list[Sample]) -> None:
+    row = pack_row(samples, share=False)
+    assert sorted(key(s) for s in unpack(row)) == sorted(key(s) for s in samples)
+    assert len(tree_bounds(row.subtree_end_N)) == len(samples) + 1
+    assert len(row.input_ids_N) == row.num_unshared_tokens
 
 
 @settings(derandomize=True, deadline=None)
 @given(sample_lists())
 def test_minibatches_get_their_own_samples(samples: list[Sample]) -> None:
-    minibatches = pack(samples, 3, 16)
+    minibatches = pack(samples, 3)
     assert len(minibatches) == 3
     for index, rows in enumerate(minibatches):
         found = sorted(key(s) for row in rows for s in unpack(row))
@@ -282,9 +246,9 @@ def test_inputs_are_put_together_and_compared_once(monkeypatch: pytest.MonkeyPat
         return Inputs(sample.prompt_ids + sample.response_ids[:-1])
 
     samples = [Sample((1, 2, n % 4), (n, 3), (0.0,) * 2, (0.0,) * 2, (1.0,) * 2) for n in range(32)]
-    expected = tree.pack_rows(samples, 20)
+    expected = tree.pack_rows(samples, 5)
     monkeypatch.setattr(tree, "_inputs", made)
-    rows = tree.pack_rows(samples, 20)
+    rows = tree.pack_rows(samples, 5)
     assert len(rows) > 1 and num_made == 32
     alone = num_compared
     sorted(map(made, samples))

@@ -91,7 +91,7 @@ def test_every_shape_of_group(tiny_path: str, make_trainer: MakeTrainer, name: s
     _, truth = Plain(tiny_path, FULL_LOSS, 0.7, reference).gradient([[s] for s in samples])
     trainer = make_trainer(FULL_LOSS, 0.7, reference, grad_clip=0.0)
     assert distance(gradient_of(trainer, [pack_row(samples)]), truth) < TOLERANCE
-    found = distance(gradient_of(trainer, pack_rows(samples, 7)), truth)
+    found = distance(gradient_of(trainer, pack_rows(samples, 4)), truth)
     assert found < TOLERANCE, "in several rows"
     num_alone = sum(len(p) + len(r) - 1 for p, r in GROUPS[name])
     assert len(pack_row(samples).input_ids_N) < num_alone or name == "one sample"
@@ -129,18 +129,20 @@ groups = st.lists(
     max_examples=12,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(groups, st.integers(1, 30))
+@given(groups, st.integers(1, 8))
 def test_any_group(
     tiny_path: str,
     make_trainer: MakeTrainer,
     shapes: list[tuple[list[int], list[int]]],
-    budget: int,
+    num_rows: int,
 ) -> None:
     samples = make_samples([(tuple(p), tuple(r)) for p, r in shapes])
     spec = LossSpec(entropy_coef=0.05)
     _, truth = Plain(tiny_path, spec, 1.0).gradient([samples])
     assert (
-        distance(gradient_of(make_trainer(spec, grad_clip=0.0), pack_rows(samples, budget)), truth)
+        distance(
+            gradient_of(make_trainer(spec, grad_clip=0.0), pack_rows(samples, num_rows)), truth
+        )
         < 2 * TOLERANCE
     )
 

@@ -132,7 +132,7 @@ def group_samples(step: int, index: int) -> list[Sample]:
 
 def rows_of(step: int, rank: int, size: int) -> list[list[PackedRow]]:
     mine = [s for index in range(4) if index % size == rank for s in group_samples(step, index)]
-    return pack(mine, 2, token_budget=12, num_takers=2)
+    return pack(mine, 2, num_takers=2)
 
 
 def load_model(path: str, world: World) -> PreTrainedModel:

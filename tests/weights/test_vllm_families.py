@@ -158,7 +158,7 @@ def test_a_hybrid_samples_what_the_trainer_computes(
     model.set_attn_implementation(attention.NAME)
     experts.equip(model)
     delta_net.equip(model)
-    (row,) = pack_rows(samples, 4096)
+    (row,) = pack_rows(samples, 1)
     trainer_T = score_row(model, row, 1.0).logprob_T
     exact_T = score_row(model.float(), row, 1.0).logprob_T
     off_T, noise_T = (exact_T - other_T for other_T in (row.sampler_logprob_T, trainer_T))

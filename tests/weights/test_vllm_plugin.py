@@ -255,7 +255,7 @@ def test_in_bf16_the_trainer_agrees_with_the_sampler(
     exact = new_policy()
     exact.load_state_dict(pull(store, 0), strict=False)
     samples = engine.sample(Sampling(16, temperature, top_k, top_p), 96, version=0)
-    rows = pack_rows(samples, 400)
+    rows = pack_rows(samples, 4)
     scorer = trainer_of(policy, 0.0, temperature)
     trainer_T, exact_T = (
         torch.cat([score.logprob_T for score in scorer.score(model, rows)])

@@ -79,7 +79,7 @@ class Follower:
     def pack(self, batch: TrainBatch) -> Rows:
         """Lay the samples of this rank out in token trees."""
         takers = self.components.placement.trainers.size
-        return pack(batch.samples, batch.num_minibatches, self.config.train.row_budget, takers)
+        return pack(batch.samples, batch.num_minibatches, takers)
 
     def balance(self, minibatches: Rows) -> Rows:
         """Return the rows that this rank trains, given those that it sampled."""

@@ -20,7 +20,7 @@ from flowtrain.trainer import sharding
 from flowtrain.trainer.attention import registration as attention
 from flowtrain.trainer.devices import MemoryPeak
 from flowtrain.trainer.distributed import World
-from flowtrain.trainer.packing import pack_rows
+from flowtrain.trainer.packing import pack_row
 from flowtrain.trainer.setup.memory_plan import plan_memory
 from flowtrain.trainer.sharding import ShardSpec, named_tensors, shard, skeleton
 from flowtrain.trainer.trainer import OptimSpec, Trainer
@@ -94,7 +94,7 @@ def step(out: Path) -> None:
     ids = tuple(range(64)) * 8
     whole = (-4.0,) * 171, (1.0,) * 171, (1.0,) * 171
     samples = [Sample((i, *ids[i : i + 341]), ids[:171], *whole) for i in range(16)]
-    trainer.step([pack_rows(samples, 8192, share=False)])
+    trainer.step([[pack_row(samples, share=False)]])
     found = {"planned": planned, "grown": peak.num_bytes()}
     (out / "step.json").write_text(json.dumps(found))
 
