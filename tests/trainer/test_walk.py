@@ -22,6 +22,7 @@ from flowkernels import LossSpec, by_autograd
 from gradients import FULL_LOSS, distance, gradient_of, reference_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from flowtrain.config import Lora
 from flowtrain.records import Sample
@@ -149,6 +150,25 @@ def test_any_way_to_hold_the_model(
         trainer = Trainer(model, alone, LossSpec(), OptimSpec(lr=1e-2), token_budget=budget)
         grads.append(gradient_of(trainer, [pack_row(samples)]))
     assert distance(grads[1], grads[0]) < 1e-5
+
+
+def test_compiled_layers_walk_in_the_graphs_of_any_length(tiny_path: str, alone: World) -> None:
+    """Deeper paths and other lengths compile nothing more."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    samples = make_samples(GROUPS["turns that extend each other"])
+    truth = None
+    for budget in (None, 4, 7, 3, 2):
+        model = models.load_model(tiny_path, torch.float32)
+        if budget is not None:
+            sharding.compile_layers(model, counter)
+        trainer = Trainer(model, alone, LossSpec(), OptimSpec(lr=1e-2), token_budget=budget)
+        found = gradient_of(trainer, [pack_row(samples)])
+        truth = truth or found
+        assert distance(found, truth) < 1e-5
+        if budget == 7:
+            num_graphs = counter.frame_count
+    assert counter.frame_count == num_graphs > 0
 
 
 def test_in_bf16_a_walk_errs_no_more_than_the_whole_row(tiny_path: str, alone: World) -> None:
