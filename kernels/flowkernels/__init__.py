@@ -17,6 +17,7 @@ from flowkernels.branching import (
     branching_score,
     discounted_reverse_scan,
 )
+from flowkernels.distillation import DIVERGENCES, Distillation, Divergence, linear_distillation
 from flowkernels.future_ratio import FutureRatio, future_aware, future_factor
 from flowkernels.layers import rms_norm, rotary, swiglu
 from flowkernels.linear_logprobs import linear_logprobs
@@ -49,7 +50,10 @@ from flowkernels.token_weights import token_weights
 __version__ = "0.1.0"
 
 __all__ = [
+    "DIVERGENCES",
     "BranchingScore",
+    "Distillation",
+    "Divergence",
     "FutureRatio",
     "LogProbs",
     "LossSpec",
@@ -73,6 +77,7 @@ __all__ = [
     "divergent_log_ratios",
     "future_aware",
     "future_factor",
+    "linear_distillation",
     "linear_logprobs",
     "linear_policy_loss",
     "logprobs",

@@ -64,7 +64,7 @@ def check_targets(
     ids_T = flat_tokens("target_ids_T", target_ids, shape, INTEGERS, device, torch.int64)
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap={softcap} must be above 0 and finite, or None")
-    temperature_T = _temperature(temperature, shape, dtype_of_results(rows.dtype), device)
+    temperature_T = temperatures(temperature, shape, dtype_of_results(rows.dtype), device)
     if sampling_mask is not None:
         _check_mask(sampling_mask, len(ids_T), device)
     targets = Targets(ids_T, temperature_T, softcap, sampling_mask)
@@ -189,7 +189,7 @@ def _is_of_sequences(advantage: Tensor, cu_seqlens_S1: Tensor | None, shape: Seq
     return advantage.shape == (len(cu_seqlens_S1) - 1,)
 
 
-def _temperature(
+def temperatures(
     temperature: float | Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return the temperatures [T], of stride 0 when it is one number."""

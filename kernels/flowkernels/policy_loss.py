@@ -155,16 +155,16 @@ def fake_results(example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def register_gradients(operator: Any) -> None:
-    """Make an operator that returns (loss, the gradients by its first arguments, columns,
-    statistics) hand these gradients over.
+def register_gradients(operator: Any, num_results: int = 2) -> None:
+    """Make an operator that returns (loss, the gradients by its first arguments, so many other
+    results) hand these gradients over.
     """
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*output[1:])
         # Or autograd fills a zero gradient of [T, V] for the gradient itself.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*output[1:-2])
+        ctx.save_for_backward(*output[1:-num_results])
 
     def backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         if hasattr(ctx, "is_taken"):
