@@ -21,7 +21,9 @@ from typing import Any
 import triton
 import triton.knobs
 from flowkernels import (
+    DIVERGENCES,
     branching_triton,
+    distillation_triton,
     layers_triton,
     logprobs_triton,
     policy_loss_triton,
@@ -43,7 +45,7 @@ TARGETS = {
 _OPTIONS = ("num_warps", "maxnreg", "enable_fp_fusion")
 _SIZES = (
     "num_vocab", "num_words", "num_elements", "num_columns", "size", "row_stride", "out_stride",
-    "gate_stride", "up_stride",
+    "gate_stride", "up_stride", "teacher_stride",
 )  # fmt: skip
 _OF_LAYERS = (
     "hidden", "scale", "query", "key", "query_out", "key_out", "cos", "sin", "gate", "up", "dout",
@@ -153,6 +155,11 @@ def variants() -> Iterator[Variant]:
     yield Variant("scale", "fp32", of_loss.scale_kernel, of_loss.SCALE)
     yield Variant("statistics", "fp32", of_loss.statistics_kernel, of_loss.STATISTICS)
     yield Variant("merge", "fp32", of_loss.merge_kernel, merge)
+    for dtype in ("bf16", "fp32"):
+        for kind in DIVERGENCES:
+            distilled = {"KIND": kind, **distillation_triton.LAUNCH}
+            kernel = distillation_triton.divergence_kernel
+            yield Variant("divergence", f"{dtype} {kind}", kernel, distilled)
     yield Variant("scan", "fp32", of_tree.scan_kernel, of_tree.LAUNCH)
     yield Variant("branching", "fp32", of_tree.score_kernel, of_tree.LAUNCH)
     yield Variant("delta count", "int16", of_delta.count_kernel, of_delta.TILE)
@@ -261,11 +268,12 @@ def _type(name: str, dtype: str) -> str:
     logits, _, gradient = dtype.partition("->")
     if name.removesuffix("_ptr") in _OF_LAYERS:
         return f"*{dtype}"
-    if name in ("logits_ptr", "out_ptr", "gradient_ptr"):
-        return f"*{logits if name == 'logits_ptr' or not gradient else gradient}"
+    if name in ("logits_ptr", "teacher_ptr", "out_ptr", "gradient_ptr"):
+        is_read = name in ("logits_ptr", "teacher_ptr")
+        return f"*{logits if is_read or not gradient else gradient}"
     if name.endswith("_ptr"):
         return _POINTERS.get(name, "*fp32")
-    if name in ("num_elements", "num_words", "first", "row_stride", "out_stride"):
+    if name in ("num_elements", "num_words", "first", "row_stride", "out_stride", "teacher_stride"):
         return "i64"
     is_number = name.startswith("num_") or name.endswith("_stride") or name == "size"
     return "i32" if is_number else "fp32"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowkernels.rows_triton import LN2, LOG2E, clamp_exponent
 
-_BLOCK = 2048
+LAUNCH = {"BLOCK": 2048, "num_warps": 8}
 _INF = tl.constexpr(float("inf"))
 
 
@@ -55,12 +55,12 @@ def _load(ptr, columns, is_in, scale) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["row_stride", "teacher_stride", "out_stride"])
 def divergence_kernel(
-    logits_ptr, teacher_ptr, scale_ptr, weight_ptr, divergence_ptr, out_ptr, num_vocab, row_stride,
+    logits_ptr, teacher_ptr, scales_ptr, weight_ptr, divergence_ptr, out_ptr, num_vocab, row_stride,
     teacher_stride, out_stride, mix, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the divergence of a row, and the gradient by its logits unless `out_ptr` is None."""
     index = tl.program_id(0).to(tl.int64)
-    scale = tl.load(scale_ptr + index)
+    scale = tl.load(scales_ptr + index)
     log2_scale = scale * LOG2E
     row_ptr, other_ptr = logits_ptr + index * row_stride, teacher_ptr + index * teacher_stride
     lane = tl.arange(0, BLOCK)
@@ -137,7 +137,6 @@ def diverge(
             0 if out_CV is None else out_CV.stride(0),
             mix,
             KIND=divergence,
-            BLOCK=_BLOCK,
-            num_warps=8,
+            **LAUNCH,
         )
     return divergence_C

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from flowkernels import (
     branching_triton,
+    distillation_triton,
     layers_triton,
     logprobs_triton,
     policy_loss_triton,
@@ -33,7 +34,17 @@ LEFT_OUT = ("fp16 odd", "fp16 all", "fp16 odd all", "fp32 odd all", "bf16 16 war
 conversions, `bf16 odd all` takes at least the registers of `fp32 odd all`, and 16 warps lie between
 8 and 32.
 """
-KERNELS = {"score", "gradient", "loss", "scale", "statistics", "merge", "scan", "branching"} | {
+KERNELS = {
+    "score",
+    "gradient",
+    "loss",
+    "scale",
+    "statistics",
+    "merge",
+    "scan",
+    "branching",
+    "divergence",
+} | {
     *(f"delta {name}" for name in ("count", "compact", "scatter", "digest")),
     *("norm", "norm gradient", "rotary", "gated"),
 }
@@ -105,7 +116,7 @@ def test_the_table_has_every_kernel_of_the_package() -> None:
     """Function by function, so that a new one cannot be left out."""
     modules = (
         *(branching_triton, layers_triton, logprobs_triton, policy_loss_triton),
-        sparse_delta_triton,
+        *(distillation_triton, sparse_delta_triton),
     )
     kernels = {
         f"{m.__name__}.{n}": k for m in modules for n, k in vars(m).items() if n.endswith("_kernel")
