@@ -163,7 +163,7 @@ def pack_rows(
     inputs = [_inputs(sample) for sample in samples]
     order = _packing_order(inputs)
     ordered = [inputs[index] for index in order]
-    shared = [_num_shared(a, b) if share else 0 for a, b in pairwise([(), *ordered])]
+    shared = _shared_with_previous(ordered, share)
     if num_rows is not None:
         num_tokens = sum(map(len, ordered)) - sum(shared)
         token_budget = max(token_budget, math.ceil(num_tokens / num_rows))
@@ -172,8 +172,7 @@ def pack_rows(
         _pack_row(
             [samples[index] for index in order[start:end]],
             ordered[start:end],
-            range(end - start),
-            share,
+            list(enumerate([0, *shared[start + 1 : end]])),
             num_repeated_tokens=shared[start],
         )
         for start, end in pairwise([*starts, len(order)])
@@ -232,35 +231,36 @@ def in_order(samples: Sequence[Sample], parts: Sequence[Tensor]) -> list[Tensor]
 def pack_row(samples: Sequence[Sample], share: bool = True) -> PackedRow:
     """The trie of the samples' inputs, depth first; targets are in the order of the samples."""
     inputs = [_inputs(sample) for sample in samples]
-    return _pack_row(samples, inputs, _packing_order(inputs), share)
+    order = _packing_order(inputs)
+    shared = _shared_with_previous([inputs[index] for index in order], share)
+    return _pack_row(samples, inputs, list(zip(order, shared, strict=True)))
+
+
+def _shared_with_previous(inputs: Sequence[Inputs], share: bool) -> list[int]:
+    """Count for each sequence the tokens that it begins with as the one before it."""
+    return [_num_shared(a, b) if share else 0 for a, b in pairwise([(), *inputs])]
 
 
 def _pack_row(
     samples: Sequence[Sample],
     inputs: Sequence[Inputs],
-    order: Sequence[int],
-    share: bool,
+    layout: Sequence[tuple[int, int]],
     num_repeated_tokens: int = 0,
 ) -> PackedRow:
-    """`order`: the samples by their inputs, whose comparison takes long where much is shared."""
+    """`layout`: each sample in the order of packing, and how many tokens it shares with the one
+    before; both take long to find where much is shared.
+    """
     input_ids: list[int] = []
     position_ids: list[int] = []
     rows_of: dict[int, list[int]] = {}
-    layout: list[tuple[int, int]] = []
     path: list[int] = []  # where the tokens of the sequence before are
-    previous: Inputs = ()
-    for index in order:
+    for index, num_shared in layout:
         sequence = inputs[index]
-        num_shared = _num_shared(previous, sequence) if share else 0
-        path = [
-            *path[:num_shared],
-            *range(len(input_ids), len(input_ids) + len(sequence) - num_shared),
-        ]
+        del path[num_shared:]
+        path += range(len(input_ids), len(input_ids) + len(sequence) - num_shared)
         input_ids += sequence[num_shared:]
         position_ids += range(num_shared, len(sequence))
         rows_of[index] = path[len(samples[index].prompt_ids) - 1 :]
-        layout.append((index, num_shared))
-        previous = sequence
 
     def targets(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32)
@@ -330,10 +330,8 @@ def _mask_tensors(samples: Sequence[Sample]) -> tuple[Tensor | None, Tensor | No
 def _routes(
     samples: Sequence[Sample], layout: Sequence[tuple[int, int]]
 ) -> tuple[Tensor | None, int]:
-    """The routes of all tokens and their conflicts; None unless every sample has routes.
-
-    `layout`: each sample in the order of packing, and how many tokens it shares with the one
-    before.
+    """The routes of all tokens and their conflicts; None unless every sample has routes. `layout`
+    is that of `_pack_row`.
     """
     parts: list[Tensor] = []
     path_NLC = torch.empty(0, 1, 1)
