@@ -177,9 +177,10 @@ def _variable(name: str, default: int) -> int:
 def _heartbeat(rank: int, size: int) -> Heartbeat:
     """Start the signs of life of this rank, over a connection of their own to the store."""
     host, port = (os.environ[name] for name in _MEETING)
-    store = dist.TCPStore(host, int(port))
+    store = dist.TCPStore(host, int(port))  # type: ignore[attr-defined]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    heartbeat = Heartbeat(dist.PrefixStore(f"heartbeat {attempt}", store), rank, size)
+    signs = dist.PrefixStore(f"heartbeat {attempt}", store)  # type: ignore[attr-defined]
+    heartbeat = Heartbeat(signs, rank, size)
     heartbeat.start()
     return heartbeat
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-
-import torch.distributed as dist
+from typing import Protocol
 
 from flowtrain.utils.commands import end_process
 from flowtrain.utils.terminal import say
@@ -20,13 +19,21 @@ BEAT_S = 10.0
 MOST_SILENT = 30
 """Beats without a sign of the next rank before a rank ends."""
 _GOODBYE_S = 5.0
-_ENDED = b"ended"
+_ENDED = "ended"
+
+
+class Store(Protocol):
+    """Where torch's ranks meet: as much as is used of it."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
 
 
 class Heartbeat:
     """The signs of one rank of several."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._next = store, str(rank), str((rank + 1) % size)
         self._num_told = self._num_silent = 0
         self._sign = self._last_sign = b""
@@ -60,7 +67,7 @@ class Heartbeat:
 
         Beats are counted, not seconds: a machine that was suspended as a whole has lost nobody.
         """
-        is_alive = self._sign != self._last_sign or self._sign == _ENDED
+        is_alive = self._sign != self._last_sign or self._sign == _ENDED.encode()
         self._num_silent = 0 if is_alive else self._num_silent + 1
         self._last_sign = self._sign
         return self._num_silent >= MOST_SILENT
