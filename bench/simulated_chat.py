@@ -64,7 +64,7 @@ class SimulatedEngine:
 
 
 @functools.cache
-def _tokenizer() -> PreTrainedTokenizerFast:
+def chat_tokenizer() -> PreTrainedTokenizerFast:
     """Return the same one for all cases, as a run has one."""
     tokenizer = new_tokenizer([text(seed, 1000) for seed in range(100)] + [str(TOOLS)], 4096)
     special = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
@@ -75,7 +75,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 def make_context() -> tuple[AgentContext, SimulatedEngine]:
     """Return what the agent needs, with an engine that is simulated."""
-    tokenizer = _tokenizer()
+    tokenizer = chat_tokenizer()
     said, answer = (
         tuple(tokenizer.encode(f"{each}<|im_end|>", add_special_tokens=False))
         for each in (f"{text(2, 50)}\n{_CALL % text(3, 12)}", text(4, 60))

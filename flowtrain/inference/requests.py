@@ -73,13 +73,16 @@ def hits_stop_string(ids: Sequence[int], stop_strings: Sequence[str], tokenizer:
     """Return whether the last token of a response completes a stop string; the prompt does not
     count.
     """
-    if not stop_strings:
-        return False
-    # A token has at least one byte of the text. To decode all of it at every token would take
-    # quadratic time; it is decoded once its end shows that it is worth it.
+    return bool(stop_strings) and _hits(ids, len(ids), stop_strings, tokenizer)
+
+
+def _hits(ids: Sequence[int], end: int, stop_strings: Sequence[str], tokenizer: Decodes) -> bool:
+    """Return whether the first `end` tokens hold a stop string that the last of them completes."""
+    # A token has at least one byte of the text. To decode or copy all of it at every token would
+    # take quadratic time; it is decoded once its end shows that it is worth it.
     num_last = max(len(stop.encode()) for stop in stop_strings) + _SLACK
-    for part_ids in (ids[-num_last:], ids):
-        text = tokenizer.decode(part_ids)
+    for first in (max(0, end - num_last), 0):
+        text = tokenizer.decode(ids[first:end])
         if not any(stop in text for stop in stop_strings):
             return False
     return True
@@ -92,7 +95,7 @@ def stop_place(
     0: none does.
     """
     ends = range(start + 1, len(ids) + 1)
-    return next((end for end in ends if hits_stop_string(ids[:end], stop_strings, tokenizer)), 0)
+    return next((end for end in ends if _hits(ids, end, stop_strings, tokenizer)), 0)
 
 
 class FlatLogprobs(Protocol):

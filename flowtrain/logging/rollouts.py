@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -163,11 +164,26 @@ def _known_tokens(calls: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[
     """Return for each (prompt, response) the tokens of the longest earlier pair that the prompt
     begins with.
     """
-    num_known, earlier = [], list[tuple[int, ...]]()
+    num_known, earlier = [], list[tuple[Sequence[int], Sequence[int]]]()
     for prompt, response in calls:
-        ids = tuple(prompt)
-        # Most pairs differ in their last token already, and longer ones are not looked at.
-        likely = [pair for pair in earlier if pair and pair[-1:] == ids[len(pair) - 1 : len(pair)]]
-        num_known.append(max((len(pair) for pair in likely if ids[: len(pair)] == pair), default=0))
-        earlier.append((*ids, *response))
+        # The longest first: where a history only grows, it is the first that is compared.
+        known = (_num(pair) for pair in earlier if _begins_with(prompt, *pair))
+        num_known.append(next(known, 0))
+        insort(earlier, (prompt, response), key=lambda pair: -_num(pair))
     return num_known
+
+
+def _num(pair: tuple[Sequence[int], Sequence[int]]) -> int:
+    return sum(map(len, pair))
+
+
+def _begins_with(ids: Sequence[int], prompt: Sequence[int], response: Sequence[int]) -> bool:
+    """Tell whether ids begin with a prompt and its response; of the two the response, which is
+    short, is looked at first.
+    """
+    num, end = len(prompt), len(prompt) + len(response)
+    return (
+        end <= len(ids)
+        and tuple(ids[num:end]) == tuple(response)
+        and tuple(ids[:num]) == tuple(prompt)
+    )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import time
 import zlib
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ from flowtrain.logging import RunDir
 from flowtrain.logging.jsonl import append_lines, cut_lines, read_lines
 from flowtrain.records import Group, Rollouts, SampleId, Scored, TrainBatch, UserError
 from flowtrain.replay.batch_digests import digests_of
-from flowtrain.rollouts.codec import pack, unpack
+from flowtrain.rollouts.codec import decoded, encoded, pack, unpack
 from flowtrain.rollouts.contract import Refused
 from flowtrain.trainer.setup.placement import Placement
 from flowtrain.utils.files import make_folder, remove, replace_file, writing
@@ -44,7 +45,9 @@ _LEVEL = 1
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    groups: tuple[Group, ...]
+    groups: tuple[bytes | Group, ...]
+    """As `encoded` returns them, or the prompts of a long rollout would be written again with every
+    turn; older logs have whole groups."""
     logprobs: tuple[tuple[SampleId, Scored], ...]
 
 
@@ -134,7 +137,7 @@ class ReplayLog:
 
 def encode(rollouts: Rollouts) -> bytes:
     """Return a rank's rollouts as bytes; the metrics are left out."""
-    record = _Kept(tuple(rollouts.groups), tuple(rollouts.logprobs.items()))
+    record = _Kept(tuple(map(encoded, rollouts.groups)), tuple(rollouts.logprobs.items()))
     return zlib.compress(pack(record), _LEVEL)
 
 
@@ -142,9 +145,13 @@ def decode(data: bytes) -> Rollouts:
     """Return the rollouts of `encode`. Raises UserError when the bytes are none."""
     try:
         record = unpack(zlib.decompress(data), _Kept)
+        groups = tuple(
+            decoded(group, sys.maxsize) if isinstance(group, bytes) else group
+            for group in record.groups
+        )
     except (zlib.error, Refused) as error:
         raise UserError(f"the rollouts of a step cannot be read: {error}") from error
-    return Rollouts(record.groups, dict(record.logprobs), {})
+    return Rollouts(groups, dict(record.logprobs), {})
 
 
 def version_record(manifest: Manifest) -> dict[str, Any]:

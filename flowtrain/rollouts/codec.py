@@ -60,6 +60,16 @@ class _Packed:
 
 
 def pack_group(group: Group) -> bytes:
+    return zlib.compress(encoded(group), 1)
+
+
+def unpack_group(data: bytes) -> Group:
+    """Decode a group. Raises Refused when the bytes are no group, or one that is too large."""
+    return decoded(inflated(data))
+
+
+def encoded(group: Group) -> bytes:
+    """Encode a group without compression."""
     shared: list[int] = []
 
     def cut(previous: Call | None, call: Call) -> tuple[Call, Call]:
@@ -67,12 +77,7 @@ def pack_group(group: Group) -> bytes:
         shared.append(num)
         return replace(_xor_routes(call, previous, num), prompt_ids=call.prompt_ids[num:]), call
 
-    return zlib.compress(pack(_Packed(_each_call(group, cut), tuple(shared))), 1)
-
-
-def unpack_group(data: bytes) -> Group:
-    """Decode a group. Raises Refused when the bytes are no group, or one that is too large."""
-    return decoded(inflated(data))
+    return pack(_Packed(_each_call(group, cut), tuple(shared)))
 
 
 def decoded(plain: bytes, max_bytes: int = MAX_GROUP_BYTES) -> Group:

@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flowtrain.records import Unmet, UserError
+from flowtrain.trainer.heartbeat import Heartbeat
 from flowtrain.utils.errors import foreign
 
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
 PATIENCE = timedelta(days=7)
 """How long ranks wait for one another between passes: for a straggler's rollouts, an engine that
-compiles, an evaluation. A rank that dies is noticed at once, because its connections close."""
+compiles, an evaluation. A rank that dies is noticed at once, because its connections close, and a
+host that is lost by its `Heartbeat`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class World:
     """Messages between the ranks, on gloo; None where there is one rank."""
     clock: timedelta = timedelta(seconds=600)
     """How long a collective of training may take."""
+    heartbeat: Heartbeat | None = None
+    """Of this process; None where it is alone."""
 
     @classmethod
     def join(cls, device: str, timeout_s: float = 600.0) -> World:
@@ -69,7 +73,8 @@ class World:
         where = ", ".join(f"{name}={os.environ.get(name)!r}" for name in _MEETING)
         with foreign(f"the ranks cannot meet: WORLD_SIZE={size}, {where}", raises=Unmet):
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=clock)
-        return cls(rank, size, place, dist.group.WORLD, _control(range(size)), clock)
+        control, heartbeat = _control(range(size)), _heartbeat(rank, size) if size > 1 else None
+        return cls(rank, size, place, dist.group.WORLD, control, clock, heartbeat)
 
     def subworld(self, ranks: Sequence[int]) -> World:
         """Make these of the ranks a world of their own; collective. Elsewhere its rank is -1, and
@@ -107,7 +112,9 @@ class World:
         """Several ranks keep their group to the end of the process (see `end_process`); a lone one
         may join again.
         """
-        if self.size == 1:
+        if self.heartbeat is not None:
+            self.heartbeat.close()
+        elif self.size == 1:
             dist.destroy_process_group()
 
     @property
@@ -165,6 +172,17 @@ def _variable(name: str, default: int) -> int:
     if not text.isdecimal() or (name.endswith("SIZE") and not int(text)):
         raise Unmet(f"{name}={text!r} in the environment is no number as torchrun sets it")
     return int(text)
+
+
+def _heartbeat(rank: int, size: int) -> Heartbeat:
+    """Start the signs of life of this rank, over a connection of their own to the store."""
+    host, port = (os.environ[name] for name in _MEETING)
+    store = dist.TCPStore(host, int(port))  # type: ignore[attr-defined]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    signs = dist.PrefixStore(f"heartbeat {attempt}", store)  # type: ignore[attr-defined]
+    heartbeat = Heartbeat(signs, rank, size)
+    heartbeat.start()
+    return heartbeat
 
 
 def _control(ranks: Sequence[int]) -> dist.ProcessGroup | None:

@@ -110,18 +110,30 @@ class ShardOptimizer:
         for parameter in self._parameters.values():
             parameter.grad = None
 
+    # Where gradients are off `to_local` hands out the shard itself; else the host would ask DTensor
+    # about each parameter in turn, which takes longer than a GPU steps.
+
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """Compute the norm of this rank's shards of the gradients, a scalar on their device."""
+        return torch.nn.utils.get_total_norm(self._gradients().values())
+
+    @torch.no_grad()
+    def clip(self, norm: float, limit: float) -> None:
+        """Scale gradients, whose shards on all ranks have this `norm`, down to a `limit`."""
+        if norm > limit:
+            torch._foreach_mul_(list(self._gradients().values()), limit / norm)
+
     @torch.no_grad()
     def step(self) -> None:
         """Step on the gradients that the model's parameters have."""
-        # Where gradients are off `to_local` hands out the shard itself; else the host would ask
-        # DTensor about each parameter in turn, which takes longer than a GPU steps.
-        gradients: dict[Tensor, Tensor] = {}
         for name, parameter in self._parameters.items():
-            shard = self._shards[name]
-            shard.data = _local(parameter)  # FSDP may have laid it out anew
-            if parameter.grad is not None:
-                gradients[shard] = _local(parameter.grad)
-        self._step(gradients)
+            self._shards[name].data = _local(parameter)  # FSDP may have laid it out anew
+        self._step({self._shards[name]: gradient for name, gradient in self._gradients().items()})
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Return this rank's shards of the gradients that there are."""
+        return {n: _local(p.grad) for n, p in self._parameters.items() if p.grad is not None}
 
     def _step(self, gradients: Mapping[Tensor, Tensor]) -> None:
         for shard, gradient in gradients.items():

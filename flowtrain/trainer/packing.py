@@ -124,6 +124,8 @@ def pack_rows(samples: Sequence[Sample], num_rows: int) -> list[PackedRow]:
     All of a question are in one row, however long that is; a sample without an id is a question of
     its own. Rows repeat what questions have in common, and those that have most are put together.
     """
+    if num_rows == 1:
+        return [pack_row(samples)] if samples else []
     inputs = [_inputs(sample) for sample in samples]
     order = _packing_order(inputs)
     questions: dict[Hashable, list[int]] = defaultdict(list)  # places in the order
@@ -133,7 +135,7 @@ def pack_rows(samples: Sequence[Sample], num_rows: int) -> list[PackedRow]:
 
     def size(places: Sequence[int]) -> int:
         own = [inputs[order[place]] for place in places]
-        return sum(len(b) - _num_shared(a, b) for a, b in pairwise([(), *own]))
+        return sum(map(len, own)) - sum(_shared_with_previous(own))
 
     sizes = [size(places) for places in questions.values()]
     limit = math.ceil(sum(sizes) / num_rows)
@@ -148,8 +150,9 @@ def pack_rows(samples: Sequence[Sample], num_rows: int) -> list[PackedRow]:
     for places in rows:
         members = [order[place] for place in sorted(places)]
         own = [inputs[index] for index in members]
-        packed.append(_pack_row([samples[index] for index in members], own, range(len(own))))
-        packed[-1] = replace(packed[-1], num_repeated_tokens=_num_shared(last, own[0]))
+        layout = list(enumerate(_shared_with_previous(own)))
+        row = _pack_row([samples[index] for index in members], own, layout)
+        packed.append(replace(row, num_repeated_tokens=_num_shared(last, own[0])))
         last = own[-1]
     return packed
 
@@ -159,7 +162,14 @@ def pack_row(samples: Sequence[Sample], share: bool = True) -> PackedRow:
     the order of the samples.
     """
     inputs = [_inputs(sample) for sample in samples]
-    return _pack_row(samples, inputs, _packing_order(inputs), share)
+    order = _packing_order(inputs)
+    shared = _shared_with_previous([inputs[index] for index in order], share)
+    return _pack_row(samples, inputs, list(zip(order, shared, strict=True)))
+
+
+def _shared_with_previous(inputs: Sequence[Inputs], share: bool = True) -> list[int]:
+    """Count for each sequence the tokens that it begins with as the one before it."""
+    return [_num_shared(a, b) if share else 0 for a, b in pairwise([(), *inputs])]
 
 
 def _packing_order(inputs: Sequence[Inputs]) -> list[int]:
@@ -170,28 +180,22 @@ def _packing_order(inputs: Sequence[Inputs]) -> list[int]:
 def _pack_row(
     samples: Sequence[Sample],
     inputs: Sequence[Inputs],
-    order: Sequence[int],
-    share: bool = True,
+    layout: Sequence[tuple[int, int]],
 ) -> PackedRow:
-    """`order`: the samples by their inputs, whose comparison takes long where much is shared."""
+    """`layout`: each sample in the order of packing, and how many tokens it shares with the one
+    before; both take long to find where much is shared.
+    """
     input_ids: list[int] = []
     position_ids: list[int] = []
     tokens_of: dict[int, list[int]] = {}
-    layout: list[tuple[int, int]] = []
     path: list[int] = []  # where the tokens of the sequence before are
-    previous: Inputs = ()
-    for index in order:
+    for index, num_shared in layout:
         sequence = inputs[index]
-        num_shared = _num_shared(previous, sequence) if share else 0
-        path = [
-            *path[:num_shared],
-            *range(len(input_ids), len(input_ids) + len(sequence) - num_shared),
-        ]
+        del path[num_shared:]
+        path += range(len(input_ids), len(input_ids) + len(sequence) - num_shared)
         input_ids += sequence[num_shared:]
         position_ids += range(num_shared, len(sequence))
         tokens_of[index] = path[len(samples[index].prompt_ids) - 1 :]
-        layout.append((index, num_shared))
-        previous = sequence
 
     tokens_of_T = [token for index in range(len(samples)) for token in tokens_of[index]]
     order_N = heaviest_first(subtree_ends(position_ids))
@@ -263,10 +267,8 @@ def _mask_tensors(samples: Sequence[Sample]) -> tuple[Tensor | None, Tensor | No
 def _routes(
     samples: Sequence[Sample], layout: Sequence[tuple[int, int]]
 ) -> tuple[Tensor | None, int]:
-    """The routes of all tokens and their conflicts; None unless every sample has routes.
-
-    `layout`: each sample in the order of packing, and how many tokens it shares with the one
-    before.
+    """The routes of all tokens and their conflicts; None unless every sample has routes. `layout`
+    is that of `_pack_row`.
     """
     parts: list[Tensor] = []
     path_NLC = torch.empty(0, 1, 1)

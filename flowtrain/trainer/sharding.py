@@ -26,8 +26,11 @@ from flowtrain.trainer.model import delta_net, experts
 from flowtrain.trainer.model.fused_layers import fuse_layers
 
 _SMALL = 50_000_000
-"""Parameters up to which a model is gathered at once: collectives of single layers would cost more
-than the memory they spare."""
+"""Parameters up to which a model, or layers of a larger one, are gathered at once: collectives of
+less would cost more than the memory they spare."""
+_SMALL_ALONE = 4
+"""So many times as many where one rank is alone: nothing travels there, and what FSDP asks of the
+host for each unit is more than a row's kernels take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +100,10 @@ def shard(
     if spec.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     if is_sharded_by_layer(model):
-        for layer in model.get_decoder().layers:
-            giver.fill(layer)
-            fully_shard(layer, reshard_after_forward=spec.reshard, **options)
+        for unit in units_of(model, world.size):
+            for layer in unit:
+                giver.fill(layer)
+            fully_shard(unit, reshard_after_forward=spec.reshard, **options)
     giver.fill(model)
     return fully_shard(model, **options)
 
@@ -209,6 +213,20 @@ def recompute_layers(model: PreTrainedModel) -> None:
     enable({"use_reentrant": False})
 
 
+def units_of(model: PreTrainedModel, num_ranks: int) -> list[list[nn.Module]]:
+    """Cut the layers of a model into those that are gathered at once, in their order."""
+    most = _SMALL * (_SMALL_ALONE if num_ranks == 1 else 1)
+    units, room = list[list[nn.Module]](), 0
+    for layer in model.get_decoder().layers:
+        size = sum(parameter.numel() for parameter in layer.parameters())
+        if not units or size > room:
+            units.append([])
+            room = most
+        units[-1].append(layer)
+        room -= size
+    return units
+
+
 def is_sharded_by_layer(model: PreTrainedModel) -> bool:
-    """Tell whether a model's layers are gathered one by one; else it is gathered whole."""
+    """Tell whether a model is gathered by its `units_of` layers; else it is gathered whole."""
     return model.num_parameters() > _SMALL

@@ -26,7 +26,6 @@ from flowkernels import (
     m2po_clip,
 )
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flowtrain.records import UserError
@@ -296,13 +295,15 @@ class Trainer:
         None where it is not finite, or the `loss` of any rank is not: then weights and moments stay
         as they are.
         """
-        limit = self._optim.grad_clip or math.inf
-        sharded_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        norm_0 = sharded_norm.full_tensor() if isinstance(sharded_norm, DTensor) else sharded_norm
-        own_loss, norm = torch.stack([loss.to(norm_0), norm_0]).tolist()  # one wait for the device
-        whole_loss, sum_of_norms = self._world.sum([own_loss, norm])  # one decision on all ranks
-        is_finite = math.isfinite(whole_loss) and math.isfinite(sum_of_norms)
+        norm_0 = self.optimizer.grad_norm()
+        own_loss, own_norm = torch.stack(
+            [loss.to(norm_0), norm_0]
+        ).tolist()  # one wait for the device
+        whole_loss, square = self._world.sum([own_loss, own_norm**2])  # one decision on all ranks
+        norm = math.sqrt(square)
+        is_finite = math.isfinite(whole_loss) and math.isfinite(norm)
         if is_finite:
+            self.optimizer.clip(norm, self._optim.grad_clip or math.inf)
             self.optimizer.step()
         self.optimizer.zero_grad()
         self._num_skipped = 0 if is_finite else self._num_skipped + 1

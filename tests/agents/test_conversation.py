@@ -332,6 +332,33 @@ def test_several_conversations_go_on_from_one() -> None:
     assert replied.messages == (QUESTION, says("It is."))
 
 
+def test_a_turn_reads_the_text_as_often_however_many_turns_there_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Text(str):
+        num_read = 0
+
+        def count(self, word: str, *bounds: int) -> int:  # type: ignore[override]
+            Text.num_read += len(self)
+            return super().count(word, *bounds)
+
+        def find(self, word: str, start: int = 0) -> int:  # type: ignore[override]
+            place = super().find(word, start)
+            Text.num_read += (len(self) if place < 0 else place) - start
+            return place
+
+    own = template("qwen2.5")
+    render = own.render
+    monkeypatch.setattr(own, "render", lambda *args, **options: Text(render(*args, **options)))
+    ids = own.encode(f"so{own.closing}")
+    conversation = Conversation.start(own, [QUESTION])
+    for _ in range(40):
+        conversation = conversation.add_response(ids, says("so")).add([QUESTION])
+    Text.num_read = 0
+    conversation = conversation.add_response(ids, says("so")).add([QUESTION])
+    assert Text.num_read < 2 * len(own.decode(conversation.prompt_ids))
+
+
 def test_the_first_prompt_of_a_group_is_encoded_once() -> None:
     own = template("qwen2.5")
     first, second = (Conversation.start(own, [QUESTION], TOOLS) for _ in range(2))

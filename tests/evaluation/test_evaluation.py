@@ -32,6 +32,7 @@ from flowtrain.trainer.distributed import World
 from flowtrain.trainer.setup.components import RunComponents
 from flowtrain.trainer.setup.placement import Placement
 from flowtrain.trainer.toy import new_tokenizer
+from tests.long_histories import Token, counted, history
 
 WORLD = World(0, 1, torch.device("cpu"))
 TOOLS = ("Search", "Python_Coder", "Base_Generator")
@@ -105,6 +106,15 @@ def test_segments_are_turns_that_go_on_with_no_earlier_one() -> None:
     trajectory = rollout(1.0, *turns)
     stats = stats_of([trajectory], ())
     assert (stats.segments_mean, stats.reread_share) == (2.0, 3 / (2 + 1 + 3 + 1))
+
+
+def test_each_turn_of_a_long_rollout_is_compared_with_one_before_it() -> None:
+    pairs = counted(history(num_turns=24, num_new=5))
+    trajectory = rollout(1.0, *(make.turn(call(said, prompt)) for prompt, said in pairs))
+    Token.num_compared = 0
+    stats = stats_of([trajectory], ())
+    assert (stats.segments_mean, stats.reread_share) == (1.0, 0.0)
+    assert Token.num_compared <= sum(len(prompt) for prompt, _ in pairs)
 
 
 def test_an_answer_without_tools_is_not_malformed() -> None:

@@ -43,6 +43,24 @@ def test_the_token_that_completes_a_stop_string_is_found(stop: str) -> None:
     assert stop_place(ids, 0, (stop, "never there"), tokenizer) == first
 
 
+def test_a_stop_string_is_looked_for_without_copying_all_that_was_sampled() -> None:
+    """vLLM hands out a token at a time; so the place is asked for with every one of them."""
+
+    class Sampled(list[int]):
+        num_copied = 0
+
+        def __getitem__(self, place: Any) -> Any:
+            found = super().__getitem__(place)
+            self.num_copied += len(found) if isinstance(place, slice) else 1
+            return found
+
+    ids = Sampled()
+    for _ in range(3000):
+        ids.append(ord("a"))
+        assert not stop_place(ids, len(ids) - 1, ("Observation:",), Letters())
+    assert ids.num_copied < 30 * len(ids)
+
+
 def test_the_whole_text_decides_not_what_its_end_looks_like_alone() -> None:
     class Capitals(Letters):
         def decode(self, token_ids: Sequence[int]) -> str:

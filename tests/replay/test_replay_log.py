@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from array import array
 from dataclasses import replace
 
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from flowtrain.records import Group, Rollouts, SampleId, SamplingMask, ToolResult, Turn, UserError
 from flowtrain.replay.log import decode, encode
+from flowtrain.rollouts.codec import pack
+from tests.long_histories import history
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)
 FLOATS = st.floats(width=64)
@@ -55,6 +58,21 @@ def test_every_bit_comes_back(made: Rollouts) -> None:
     # repr, because NaN is not equal to itself; it tells -0.0 from 0.0
     assert repr(again.groups) == repr(tuple(made.groups)) and again.metrics == {}
     assert repr(again.logprobs) == repr(made.logprobs)
+
+
+def test_a_prompt_is_not_written_again_with_every_turn() -> None:
+    def num_bytes(num_turns: int) -> int:
+        turns = (make.turn(make.call(said, prompt)) for prompt, said in history(num_turns, 400))
+        return len(encode(Rollouts([make.group(make.rollout(*turns))], {}, {})))
+
+    assert num_bytes(32) < 2.1 * num_bytes(16)
+
+
+@given(rollouts())
+def test_logs_with_whole_prompts_are_read(made: Rollouts) -> None:
+    """As they were written before."""
+    older = {"groups": tuple(made.groups), "logprobs": tuple(made.logprobs.items())}
+    assert repr(decode(zlib.compress(pack(older)))) == repr(decode(encode(made)))
 
 
 @given(rollouts(), st.data())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -142,9 +143,7 @@ def test_a_step_is_adamw_on_the_clipped_gradient(tiny_path: str, make_trainer: M
     options = {"lr": 0.03, "betas": (0.8, 0.9), "weight_decay": 0.1}
     trainer = make_trainer(**options, decay_all=True, grad_clip=0.05)
     scout = make_trainer(grad_clip=0.0)
-    scout.optimizer = torch.optim.AdamW(
-        scout.model.parameters(), **options, fused=False, foreach=False
-    )
+    plain = torch.optim.AdamW(scout.model.parameters(), **options, fused=False, foreach=False)
     for seed in range(2):
         rows = pack_rows(random_samples(5, seed=seed), 4)
         grads = gradient_of(scout, rows)
@@ -153,8 +152,8 @@ def test_a_step_is_adamw_on_the_clipped_gradient(tiny_path: str, make_trainer: M
         assert trainer.step([rows])["grad_norm"] == pytest.approx(norm, rel=1e-4)
         for name, parameter in scout.model.named_parameters():
             parameter.grad = grads[name] * (0.05 / norm)
-        scout.optimizer.step()
-        scout.optimizer.zero_grad()
+        plain.step()
+        plain.zero_grad()
         for ours, theirs in zip(trainer.model.parameters(), scout.model.parameters(), strict=True):
             # A step is at most lr = 0.03 per weight; Adam magnifies rounding of tiny gradients.
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=3e-4)
@@ -464,6 +463,12 @@ def test_an_optimizer_step_asks_nothing_of_each_parameter_in_turn(tiny_path: str
         with Dispatched() as asked:
             trainer.optimizer.step()
         assert 0 < asked.num < 2 * len(trainer.optimizer.state)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with Dispatched() as asked:
+            norm = trainer.optim_step(torch.zeros(()))  # whose gradients are clipped
+        assert norm == pytest.approx(math.sqrt(model.num_parameters()))
+        assert 0 < asked.num < 2 * len(trainer.optimizer.state) and not asked.num_of_dtensors
     finally:
         alone.leave()
 
@@ -471,8 +476,26 @@ def test_an_optimizer_step_asks_nothing_of_each_parameter_in_turn(tiny_path: str
 class Dispatched(TorchDispatchMode):
     """Counts the operators that are called meanwhile."""
 
-    num = 0
+    num = num_of_dtensors = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.num += 1
+        self.num_of_dtensors += DTensor in types
         return func(*args, **kwargs or {})
+
+
+def test_layers_are_gathered_together_as_far_as_they_are_small(
+    tiny_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = models.load_model(tiny_path, torch.float32).get_decoder().layers[0]
+    size = sum(parameter.numel() for parameter in layer.parameters())
+    model = models.load_model(tiny_path, torch.float32)
+    layers = model.get_decoder().layers
+    layers.extend(copy.deepcopy(layers[0]) for _ in range(7 - len(layers)))
+    for most, sizes in ((0, [1] * 7), (3.5 * size, [3, 3, 1]), (99 * size, [7])):
+        monkeypatch.setattr(sharding, "_SMALL", most)
+        units = sharding.units_of(model, num_ranks=2)
+        assert [len(unit) for unit in units] == sizes
+        assert [each for unit in units for each in unit] == list(layers)
+    monkeypatch.setattr(sharding, "_SMALL", 0.9 * size)
+    assert [len(unit) for unit in sharding.units_of(model, num_ranks=1)] == [3, 3, 1]

@@ -16,6 +16,7 @@ from flowtrain.records import Sample, SampleId
 from flowtrain.trainer import packing as tree
 from flowtrain.trainer.cost import ForwardCost
 from flowtrain.trainer.packing import PackedRow, empty_row, pack, pack_row, pack_rows
+from tests.long_histories import Token, counted, history
 
 
 @st.composite
@@ -256,3 +257,12 @@ def test_inputs_are_put_together_and_compared_once(monkeypatch: pytest.MonkeyPat
     for row, before in zip(rows, expected, strict=True):
         assert torch.equal(row.input_ids_N, before.input_ids_N)
         assert torch.equal(row.target_row_T, before.target_row_T)
+
+
+def test_prompts_are_compared_once_to_sort_them_and_once_to_share_them() -> None:
+    pairs = counted(history(num_turns=24, num_new=5))
+    samples = [Sample(*pair, *[(1.0,) * len(pair[1])] * 3) for pair in pairs]
+    Token.num_compared = 0
+    row = pack_row(samples)
+    assert len(row.input_ids_N) == len(pairs[-1][0]) + len(pairs[-1][1]) - 1
+    assert Token.num_compared <= 2 * sum(len(prompt) + len(said) for prompt, said in pairs)

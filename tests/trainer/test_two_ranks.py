@@ -64,6 +64,8 @@ HOW: dict[str, dict[str, Any]] = {
     "by_layer_walked": {"token_budget": 5},
     "walked_gspo": {"token_budget": 3},
 }
+SMALL = dict.fromkeys(("by_layer_m2po", "by_layer_walked"), 25_000)
+"""Parameters that are gathered at once: both layers, and not the model."""
 LAYOUTS = {
     (1, 0): tuple(CASES),
     (2, 0): tuple(CASES),
@@ -227,7 +229,7 @@ def run(path: str, out: Path, num_samplers: int) -> None:
 
 def run_case(path: str, out: Path, name: str, ranks: Ranks) -> None:
     path, (loss, options) = path_of(name, path), CASES[name]
-    sharding._SMALL = 0 if name.startswith("by_layer") else 50_000_000
+    sharding._SMALL = SMALL.get(name, 0) if name.startswith("by_layer") else 50_000_000
     trainer, tokenizer = None, models.load_tokenizer(path)
     stats: list[dict[str, float]] = []
     passes = [0] * len(GROUPS)

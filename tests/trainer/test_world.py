@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from ranks import fork, launch
 
 from flowtrain.config import Config
 from flowtrain.config.command import run_command
+from flowtrain.trainer import heartbeat
 from flowtrain.trainer.distributed import World
 from flowtrain.utils.commands import end_process
 
@@ -80,8 +84,50 @@ def test_a_collective_of_training_that_hangs_ends_the_rank(found: list[dict[str,
     assert found[0]["hangs"] and found[0]["part_hangs"]
 
 
+def lose(out: Path, lost: int) -> None:
+    """Freeze a rank, as a host that hangs: its connections stay open."""
+    heartbeat.BEAT_S, heartbeat.MOST_SILENT = 0.05, 20
+    world = World.join("cpu", timeout_s=CLOCK_S)
+
+    def told(code: int) -> None:
+        (out / str(lost)).write_text(str(code))
+        os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+
+    heartbeat.end_process = told  # type: ignore[assignment]
+    pid = int(world.gather_text(str(os.getpid()))[lost])
+    if world.rank == lost:
+        os.kill(pid, signal.SIGSTOP)
+        os._exit(0)
+    world.barrier()
+
+
+def test_a_rank_that_is_lost_ends_the_others(tmp_path: Path) -> None:
+    """Also the one whose process has the store that all met at."""
+    launch(__file__, [(2, (str(tmp_path), "0")), (2, (str(tmp_path), "1"))])
+    assert [(tmp_path / str(lost)).read_text() for lost in range(2)] == [str(os.EX_TEMPFAIL)] * 2
+
+
+def test_beats_without_a_sign_are_counted_and_an_end_in_order_is_none() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(milliseconds=1))
+    here, there = (heartbeat.Heartbeat(store, rank, 2) for rank in range(2))
+    for _ in range(3):  # there is busy or begins late, but not for so long
+        for _ in range(heartbeat.MOST_SILENT - 1):
+            here.tell()
+            assert not here.misses()
+        there.tell()
+        here.tell()
+        assert not here.misses()
+    assert [here.misses() for _ in range(heartbeat.MOST_SILENT)][-2:] == [False, True]
+    there.start()
+    there.close()
+    here.tell()
+    assert not any(here.misses() for _ in range(2 * heartbeat.MOST_SILENT))
+
+
 if __name__ == "__main__":
-    fork(lambda out: run(Path(out)))
+    fork(lambda out, lost="": lose(Path(out), int(lost)) if lost else run(Path(out)))
 
 
 @pytest.mark.parametrize(("environment", "told"), WRONG)

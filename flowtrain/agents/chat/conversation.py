@@ -14,6 +14,7 @@ a reply it has the sampled ids after the end of the thinking, and no others.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -272,12 +273,13 @@ class Conversation:
                 messages[response.place], response.thinks, with_calls=bool(template.closing)
             )
         text = template.render(placeholders, self.tools)
+        found = _places_of(stem, text)
         gaps: list[_Gap] = []
         responses: list[_Response] = []
         place = 0
         has_end = False
         for gap, response, mark in zip(self._gaps, self._responses, marks, strict=True):
-            slot = mark.find(text, place, template.closing)
+            slot = mark.find(found, text, place, template.closing)
             if not text.startswith(gap.text.removesuffix(template.opening), place):
                 raise TemplateRewrites("the chat template changes what stands before a reply")
             if response.thinks and not slot.has_thinking:
@@ -330,12 +332,14 @@ class _Marks:
         call = _call(first["function"]["name"], {"text": self.argument}, first.get("id") or _ID)
         return {**placeholder, "tool_calls": [call]}
 
-    def find(self, text: str, place: int, closing: str) -> _Slot:
-        """Find the response from `place` on. Raises TemplateRewrites."""
+    def find(
+        self, found: Mapping[str, Sequence[int]], text: str, place: int, closing: str
+    ) -> _Slot:
+        """Find the response from `place` on, given where each mark is. Raises TemplateRewrites."""
         marks = (self.thinking, self.content, self.argument)
-        if max(text.count(mark) for mark in marks) > 1:
+        if max(len(found.get(mark, ())) for mark in marks) > 1:
             raise TemplateRewrites("the chat template repeats what the assistant said")
-        starts = [text.find(mark, place) for mark in marks]
+        starts = [next((at for at in found.get(mark, ()) if at >= place), -1) for mark in marks]
         if max(starts) < 0:
             raise TemplateRewrites("the chat template leaves out what the assistant said")
         last = max(start + len(mark) for start, mark in zip(starts, marks, strict=True))
@@ -346,6 +350,16 @@ class _Marks:
         if 0 <= argument < content:
             content = -1
         return _Slot(content, end, thinking >= 0)
+
+
+def _places_of(stem: str, text: str) -> dict[str, list[int]]:
+    """Find all marks at once: one by one, each turn of a rollout would read the text as often as
+    there were turns.
+    """
+    found: dict[str, list[int]] = {}
+    for match in re.finditer(f"{stem}n[0-9]+[tca]Z", text):
+        found.setdefault(match[0], []).append(match.start())
+    return found
 
 
 def _call(name: str, arguments: Mapping[str, Any], call_id: str = _ID) -> dict[str, Any]:

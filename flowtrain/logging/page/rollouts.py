@@ -13,6 +13,9 @@ LONGEST_TEXT = 20_000
 """Characters of a result or an answer; more are cut and counted."""
 _UNSHOWN = ("prompt_ids", "verifier", "refiner")
 """Fields of a turn that the page has no room for."""
+_LONGEST_OPEN, _CONTEXT = 32, 8
+"""Tokens that are decoded together while their end is no character, and those of them that are kept
+then: twice as many as a character has bytes."""
 _CUT_OFF = ("length", "deadline")
 
 
@@ -97,6 +100,9 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
         texts.append(settled[num_shown:])
         num_shown = len(settled)
         if not is_open:
-            start, read = read, index + 1
+            start, read = max(start, read), index + 1
             num_shown = len(text_of(tokenizer, ids[start:read]))
+        elif index - start > _LONGEST_OPEN:  # no character is as long: these bytes are no text
+            start = index + 1 - _CONTEXT
+            num_shown = max(0, len(text_of(tokenizer, ids[start : index + 1])) - 1)
     return texts

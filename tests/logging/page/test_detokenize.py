@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
@@ -38,6 +41,25 @@ def test_bytes_that_are_no_text_hold_nothing_up(tokenizer: Tokenizer) -> None:
     byte = next(n for n in range(1, 300) if text_of(tokenizer, [n]) == "\ufffd")
     texts = pieces(tokenizer, [byte] * 12 + tokenizer.encode("a").ids)
     assert texts == ["", *["\ufffd"] * 11, "\ufffda"]
+
+
+@pytest.mark.parametrize("tail", ["a", "😀", "é😀", ""])
+@pytest.mark.parametrize("num_bytes", [31, 34, 2000])
+def test_a_long_run_of_bytes_that_are_no_text_is_read_in_linear_time(
+    tokenizer: Tokenizer, num_bytes: int, tail: str
+) -> None:
+    class Counting:
+        num_decoded = 0
+
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            self.num_decoded += len(ids)
+            return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    byte = next(n for n in range(1, 300) if text_of(tokenizer, [n]) == "\ufffd")
+    counting: Any = Counting()
+    ids = [byte] * num_bytes + tokenizer.encode(tail).ids
+    assert "".join(pieces(counting, ids)) == text_of(tokenizer, ids)
+    assert counting.num_decoded < 50 * len(ids)
 
 
 def test_a_word_keeps_its_space() -> None:
