@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from flowtrain.tasks.sets import TaskSet
     from flowtrain.tasks.sub_goals import Hints
     from flowtrain.tools import Tool
+    from flowtrain.trainer.distillation import DistillSpec
     from flowtrain.trainer.minibatch_factor import MinibatchFactor
     from flowtrain.trainer.trainer import Trainer
 
@@ -264,6 +265,25 @@ class Algorithm:
         which costs a forward pass; None: nothing does.
         """
         return None
+
+    @property
+    def reference_path(self) -> str:
+        """Return the folder of the model that is the reference; "": that which training starts
+        from.
+        """
+        return ""
+
+    def distill_spec(self) -> DistillSpec | None:
+        """Return how the policy learns from a teacher, which is itself or the reference; None: it
+        has none.
+        """
+        return None
+
+    def for_teacher(
+        self, batch: TrainBatch, groups: Sequence[Group], tokenizer: PreTrainedTokenizerFast
+    ) -> TrainBatch:
+        """Return the samples of the groups with the prompts that a teacher reads."""
+        return batch
 
     def defaults(self, chosen: Options) -> Values:
         """Return what options of `[algorithm]` are that the config leaves unset."""

@@ -19,6 +19,7 @@ BUILT_IN = plugins.built_in(
         "flow_grpo": "flow_grpo:FlowGrpo",
         "appo": "appo:Appo",
         "infoflow": "infoflow:Infoflow",
+        "distill": "distill:Distill",
         "dr_grpo": "relatives:DrGrpo",
         "dapo": "relatives:Dapo",
         "rloo": "relatives:Rloo",

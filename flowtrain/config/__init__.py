@@ -24,7 +24,7 @@ from flowtrain.config.agents import (
     PolicyKey,
     Roles,
 )
-from flowtrain.config.algorithm import Algorithm, Appo, Infoflow
+from flowtrain.config.algorithm import Algorithm, Appo, Distill, Infoflow
 from flowtrain.config.dataflow import Dataflow
 from flowtrain.config.gateway import Gateway
 from flowtrain.config.lora import Lora
@@ -79,6 +79,7 @@ class Config(Section):
     vllm: Vllm = Vllm()
     algorithm: Algorithm = Field(default_factory=lambda: Algorithm.model_validate({}))
     appo: Appo = Appo()
+    distill: Distill = Distill()
     infoflow: Infoflow = Infoflow()
     train: Train = Train()
     lora: Lora = Lora()
@@ -188,6 +189,7 @@ __all__ = [
     "Config",
     "Corpus",
     "Dataflow",
+    "Distill",
     "Eval",
     "Gateway",
     "Infoflow",

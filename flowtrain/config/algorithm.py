@@ -15,8 +15,9 @@ LOSSES = ("clip", "gspo", "cispo")
 class Algorithm(Section):
     name: str = "flow_grpo"
     """flow_grpo: AgentFlow's; appo: rollouts branch where it matters most; infoflow: sub-goals earn
-    rewards, stuck rollouts get hints; dr_grpo, dapo, rloo, reinforce_plus_plus: relatives of GRPO;
-    FILE.py:CLASS: your own; or an entry point in the group flowtrain.algorithms"""
+    rewards, stuck rollouts get hints; distill: a teacher says what it would write; dr_grpo, dapo,
+    rloo, reinforce_plus_plus: relatives of GRPO; FILE.py:CLASS: your own; or an entry point in the
+    group flowtrain.algorithms"""
     mode: Literal["paper", "released"] = "paper"
     """paper: nested means, statistics over trajectories; released: token mean, statistics over
     turns, clip 0.2/0.3, dual clip 3"""
@@ -53,7 +54,7 @@ class Algorithm(Section):
     low_var_kl: verl's, which is k3 up to 10 and has no gradient beyond (AgentFlow's code)"""
     kl_coef: float = Field(0.001, ge=0)
     """weight of the KL term (AgentFlow: 0.001); 0 spares the reference policy, and is the default
-    with dr_grpo, dapo, rloo and reinforce_plus_plus"""
+    with distill, dr_grpo, dapo, rloo and reinforce_plus_plus"""
     entropy_coef: float = Field(0.0, ge=0)
     """weight of the entropy bonus"""
     tis: float | None = Field(None, gt=0)
@@ -138,6 +139,22 @@ class Appo(Section):
     def node_scorer(self) -> str:
         """Return what `BranchPoint.scorer` is on a rollout node."""
         return self.omega if self.rule == "score" else "sampler"
+
+
+class Distill(Section):
+    teacher: str = "policy"
+    """policy: the policy as it is before a step, which distill.hint tells more; start: the model
+    that training started from; or the folder of a model with the same tokens"""
+    hint: str = ""
+    """text that the teacher alone reads, before its prompt; {answer} stands for the answers of the
+    question"""
+    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    """over the whole vocabulary: reverse_kl: of the policy from the teacher; forward_kl: of the
+    teacher from the policy; jsd: Jensen and Shannon's between both"""
+    mix: float = Field(0.5, gt=0, lt=1)
+    """share of the teacher in the distribution that jsd compares both with"""
+    reward_coef: float = Field(0.0, ge=0)
+    """weight of the policy term, by rewards as in flow_grpo, beside the divergence"""
 
 
 class Infoflow(Section):

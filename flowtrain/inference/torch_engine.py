@@ -28,11 +28,11 @@ from flowtrain.inference.row_states import RowStates
 from flowtrain.inference.shared_cache import NAME, SharedCache
 from flowtrain.records import Call, FinishReason, Routes, Sample, Sampling
 from flowtrain.trainer.attention import registration as attention
-from flowtrain.trainer.loss import score_walk
 from flowtrain.trainer.model import delta_net, experts
 from flowtrain.trainer.model.loading import weights_in_one_dtype
 from flowtrain.trainer.model.lora import adapter_weights
 from flowtrain.trainer.packing import pack_row
+from flowtrain.trainer.reading import score_walk
 from flowtrain.trainer.walk import passes
 from flowtrain.weights import Loaded, Source, WeightReader
 
@@ -177,7 +177,7 @@ class TorchEngine:
         self._model.set_attn_implementation(attention.NAME)
         try:
             walk = passes(pack_row(samples).to(device), _SCORED_TOKENS)
-            scores = score_walk(self._model, walk, temperature, lambda row: row, device)
+            scores = score_walk(self._model, walk, temperature, device)
         finally:
             self._model.set_attn_implementation(NAME)
         parts = scores.logprob_T.split([len(sample.response_ids) for sample in samples])

@@ -51,6 +51,8 @@ class Sample:
     sum of its loss weights. All samples of a batch have one, or none has."""
     routes: Routes | None = None
     """The sampler's; None for a dense model, and where nobody recorded them."""
+    teacher_prompt_ids: tuple[int, ...] = ()
+    """What a teacher reads in the place of the prompt; (): the prompt."""
     spans: tuple[VersionSpan, ...] = ()
     """The versions of the weights that sampled the response; () where nobody says so."""
 

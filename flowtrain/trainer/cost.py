@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +79,16 @@ class ForwardCost:
         for window, per_pair in self.per_near_pair:
             flops += per_pair * int(seen_N.clamp(max=window).sum())
         return flops
+
+    def step_flops(self, minibatches: Sequence[Sequence[PackedRow]], num_scores: int) -> float:
+        """Sum the FLOPs of training rows and of scoring them so often, without what is recomputed
+        to spare memory or repeated by cuts.
+        """
+        return sum(
+            num_scores * self.flops(row, once=True) + self.training_flops(row)
+            for rows in minibatches
+            for row in rows
+        )
 
     def training_flops(self, row: PackedRow) -> float:
         """Forward and backward pass, each token once and without what is recomputed for memory."""

@@ -8,11 +8,11 @@ model returns the function's tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from flowkernels import (
@@ -37,7 +37,10 @@ from flowtrain.trainer.attention.flex import padded
 from flowtrain.trainer.model import delta_net
 from flowtrain.trainer.model.experts import replaying
 from flowtrain.trainer.packing import PackedRow
-from flowtrain.trainer.walk import Kind, OpenPath, Pass
+from flowtrain.trainer.walk import OpenPath
+
+if TYPE_CHECKING:
+    from flowtrain.trainer.distillation import Lesson
 
 T = TypeVar("T", LogProbs, PolicyLoss)
 HeadFn = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -182,11 +185,14 @@ def row_loss(
     scale: float,
     temperature: float,
     path: OpenPath | None = None,
+    lesson: Lesson | None = None,
 ) -> PolicyLoss:
     """The loss of a row with its weights times `scale`; logits exist a chunk at a time where the
     model's head allows. It is called, and the loss's gradient taken, within `replaying`.
 
-    `path`: of the walk that the row is a piece of.
+    Args:
+        path: of the walk that the row is a piece of.
+        lesson: of a teacher, whose divergence is added; the head must be a `FusedLMHead`.
     """
     head, compact = fused_head(model), _compacts(row, spec)
     loss = partial(
@@ -204,7 +210,12 @@ def row_loss(
         temperature=temperature,
         sampling_mask=row.sampling_mask,
     )
-    return compute(model, row, loss, path)
+    if lesson is None:
+        return compute(model, row, loss, path)
+    assert head is not None
+    weight_T = row.loss_weight_T * scale
+    both = lesson.beside(loss, weight_T, temperature, head.fp32_logits)
+    return compute(model, row, both, path)
 
 
 def _compacts(row: PackedRow, spec: LossSpec | TokenLossFn) -> bool:
@@ -215,7 +226,7 @@ def _compacts(row: PackedRow, spec: LossSpec | TokenLossFn) -> bool:
     return row.has_idle_targets or drops or row.target_ids_T.device.type == "cpu"
 
 
-# ---- losses and scores of a row in pieces
+# ---- losses of a row in pieces
 
 
 def looks_at_sequences(spec: LossSpec | TokenLossFn) -> bool:
@@ -246,36 +257,3 @@ def part_of(whole: TokenLoss, target_M: Tensor | None) -> TokenLossFn:
     known = {f.name: getattr(whole, f.name) for f in fields(whole)}
     part: dict[str, Any] = {n: x if x is None else x[target_M] for n, x in known.items()}
     return lambda _tokens: TokenLoss(**part)
-
-
-def score_walk(
-    model: PreTrainedModel,
-    walk: Sequence[Pass],
-    temperature: float,
-    followed: Callable[[PackedRow], PackedRow],
-    device: torch.device,
-) -> LogProbs:
-    """Score the targets of a walked row, in the order of the row; every piece is read once.
-
-    `followed`: gives a row the routes that are followed.
-    """
-    path, scores, targets = OpenPath(), list[LogProbs](), list[Tensor]()
-    for step in walk:
-        if step.kind is Kind.LEAVE:
-            path.leave()
-            continue
-        path.begin(step)
-        row = followed(step.row).to(device)
-        scores.append(score_row(model, row, temperature, path))
-        targets += [] if step.target_M is None else [step.target_M]
-        if step.kind is Kind.ENTER:
-            path.enter()
-    if not targets:
-        return scores[0]
-    order_T = torch.cat(targets).argsort()
-    return LogProbs(
-        **{
-            f.name: torch.cat([getattr(s, f.name) for s in scores])[order_T]
-            for f in fields(LogProbs)
-        }
-    )

@@ -87,6 +87,8 @@ class PackedRow:
     version_T: Tensor | None = None
     """int32, the version of the weights that sampled each target, -1 where it is unknown; None
     where no sample knows its versions."""
+    teacher: PackedRow | None = None
+    """What a teacher reads in its place, with the same targets; None: the row itself."""
     num_route_conflicts: int = 0
     """How often a sample would have had other experts for a token that it shares."""
 
@@ -234,7 +236,25 @@ def _pack_row(
         mask_offsets_T1=mask_offsets_T1,
         routes_NLC=None if routes_NLC is None else routes_NLC[order_N],
         version_T=_versions(samples),
+        teacher=_of_teacher(samples),
         num_route_conflicts=num_route_conflicts,
+    )
+
+
+def _of_teacher(samples: Sequence[Sample]) -> PackedRow | None:
+    """The row of prompts that only a teacher reads; None where there are none."""
+    if not any(sample.teacher_prompt_ids for sample in samples):
+        return None
+    return pack_row(
+        [
+            replace(
+                sample,
+                prompt_ids=sample.teacher_prompt_ids or sample.prompt_ids,
+                teacher_prompt_ids=(),
+                routes=None,
+            )
+            for sample in samples
+        ]
     )
 
 

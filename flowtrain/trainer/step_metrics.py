@@ -19,15 +19,18 @@ class StepMetrics:
     def __init__(
         self,
         has_reference: bool = False,
+        has_teacher: bool = False,
         routes: RouteMetrics | None = None,
         version: int | None = None,
     ) -> None:
         """
         Args:
+            has_teacher: the loss has the divergence from a teacher in it.
             has_reference: the KL is that to a reference policy, else to the old policy.
             version: see `mismatch_sums`.
         """
         self.routes, self._version = routes, version
+        self._has_teacher = has_teacher
         self._kl = "kl_ref" if has_reference else "kl_old"
         self.grad_norms: list[float] = []
         self.ratio_bounds: list[float] = []
@@ -43,7 +46,8 @@ class StepMetrics:
         self, stats: dict[str, Tensor], loss: Tensor, logprob_T: Tensor, row: PackedRow | None
     ) -> None:
         """Add a row; None: one that only kept step with other ranks."""
-        self._open.append({**stats, "loss_sum": loss})
+        nothing = torch.zeros_like(loss)
+        self._open.append({"divergence_sum": nothing, **stats, "loss_sum": loss})
         if row is not None:
             if not self.grad_norms:
                 self._mismatch.append(mismatch_sums(logprob_T.detach(), row, self._version))
@@ -101,6 +105,7 @@ class StepMetrics:
             "ratio_max": ratio_max if has_tokens else 1.0,
             "ratio_min": -negative_ratio_min if has_tokens else 1.0,
             **mismatch_metrics(summed[len(names) :]),
+            **({"divergence": sums["divergence_sum"] / num_tokens} if self._has_teacher else {}),
             **({"num_tokens_skipped": num_skipped} if num_skipped else {}),
             **(
                 {"ratio_bound": sum(self.ratio_bounds) / len(self.ratio_bounds)}
@@ -132,4 +137,5 @@ _SUMS = (
     "clipped_low_sum",
     "clipped_high_sum",
     "loss_sum",
+    "divergence_sum",
 )

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from flowtrain.records import UserError
 from flowtrain.trainer.cost import ForwardCost
+from flowtrain.trainer.distillation import DistillSpec, Lesson, lessons
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.loss import (
     looks_at_sequences,
@@ -37,17 +38,16 @@ from flowtrain.trainer.loss import (
     part_of,
     read_row,
     row_loss,
-    score_row,
-    score_walk,
 )
 from flowtrain.trainer.minibatch_factor import MinibatchFactor
 from flowtrain.trainer.model.experts import RouteMetrics, replaying, routers
 from flowtrain.trainer.model.lora import adapter_off
 from flowtrain.trainer.optimizers import ShardOptimizer
-from flowtrain.trainer.packing import PackedRow, empty_row
+from flowtrain.trainer.packing import PackedRow
+from flowtrain.trainer.reading import RowReader
 from flowtrain.trainer.sharding import disable_dropout, is_sharded_by_layer
 from flowtrain.trainer.step_metrics import StepMetrics
-from flowtrain.trainer.walk import Kind, OpenPath, Pass, passes, schedule
+from flowtrain.trainer.walk import Kind, OpenPath, Pass, schedule
 
 _log = logging.getLogger(__name__)
 
@@ -98,14 +98,17 @@ class Trainer:
         token_loss: Callable[[LossSpec], LossSpec | TokenLossFn] = lambda spec: spec,
         factor: MinibatchFactor | None = None,
         token_budget: int | None = None,
+        distill: DistillSpec | None = None,
     ) -> None:
         """
         Args:
+            distill: how the policy learns from a teacher, which is itself or the `reference`.
             reference: a frozen copy; the `model` itself: it is the reference with its adapter off.
             token_budget: a row of more tokens is walked, in passes of at most so many; None: every
                 row is computed at once.
         """
         assert (loss.kl_coef > 0) <= (reference is not None), "a KL term needs a reference policy"
+        assert distill is None or distill.from_policy or reference is not None, "it is the teacher"
         disable_dropout(model)
         self.model = model.train()
         self.optimizer = ShardOptimizer(
@@ -119,7 +122,8 @@ class Trainer:
         )
         self._world, self._loss, self._optim = world, loss, optim
         self._temperature = temperature
-        self._reference = reference
+        self._reader = RowReader(world, token_budget, temperature, optim.replays_routes)
+        self._reference, self._distill = reference, distill
         self._scores_reference = loss.kl_coef > 0 and not optim.has_ref
         self._num_skipped = 0
         self._wants_routes = optim.replays_routes and bool(routers(model))
@@ -129,7 +133,6 @@ class Trainer:
         self._token_loss_of = token_loss
         self._token_loss = token_loss(loss)
         self._factor = factor
-        self._token_budget = token_budget
         self._scores_minibatch = optim.m2po is not None or factor is not None
 
     @property
@@ -196,8 +199,10 @@ class Trainer:
         Raises UserError when MOST_SKIPPED optimizer steps in a row were skipped.
         """
         has_kl, routes = self._loss.kl_coef > 0, RouteMetrics(self.model)
-        step_metrics = StepMetrics(has_reference=has_kl, routes=routes, version=version)
-        step_metrics.num_flops = self._needed_flops(minibatches)
+        has_teacher = self._distill is not None
+        step_metrics = StepMetrics(has_kl, has_teacher, routes, version)
+        num_scores = self._optim.rescore + self._scores_reference + self._scores_minibatch
+        step_metrics.num_flops = self._cost.step_flops(minibatches, num_scores)
         has_stepped = False
         for rows in map(self._prepare, minibatches):
             (normaliser,) = self._world.sum([_weight(rows)])
@@ -230,39 +235,37 @@ class Trainer:
         """
         # FSDP averages gradients over ranks where we want their sum.
         scale = self._world.size / normaliser
-        walks = [passes(row, self._token_budget) for row in rows]
+        walks = [self._reader.walk(row) for row in rows]
         steps = deque(step for walk in walks for step in walk)
         specs = deque(self._losses(rows, walks, token_loss or self._token_loss, scale))
+        taught = deque(self._lessons(rows, walks))
         kinds, path, losses = schedule(steps, self._world), OpenPath(), []
         for index, learns in enumerate(kinds):
             if self._world.size > 1:
                 reduces = self._reduces_every_row or index == len(kinds) - 1
                 self.model.set_requires_gradient_sync(reduces)
             is_idle = not steps or steps[0].learns != learns
-            step = self._idle(learns) if is_idle else steps.popleft()
+            step = self._reader.idle(learns) if is_idle else steps.popleft()
             of_step = OpenPath() if is_idle else path
             if not learns:
                 trunk = step.trunk()
                 of_step.begin(trunk)
-                read_row(self.model, self._followed(trunk.row), of_step)
+                read_row(self.model, self._reader.followed(trunk.row), of_step)
                 of_step.enter()
                 continue
             left = of_step.leave() if step.kind is Kind.LEAVE else None
             of_step.begin(step)
-            with replaying(self.model, self._followed(step.row).routes_NLC):
+            with replaying(self.model, self._reader.followed(step.row).routes_NLC):
                 spec = (token_loss or self._token_loss) if is_idle else specs.popleft()
-                out = row_loss(self.model, step.row, spec, scale, self._temperature, of_step)
+                lesson = None if is_idle else taught.popleft()
+                how = scale, self._temperature, of_step, lesson
+                out = row_loss(self.model, step.row, spec, *how)
                 of_step.backward(out.loss, left)
             losses.append(out.loss.detach() / self._world.size)
             step_metrics.add(out.stats, losses[-1], out.logprob_T, None if is_idle else step.row)
             if step_metrics.routes is not None and not is_idle:
                 step_metrics.routes.add(step.row, self._optim.replays_routes)
         return torch.stack(losses).sum()
-
-    def _idle(self, learns: bool) -> Pass:
-        """A pass of a rank that has no such pass while others have."""
-        row = empty_row().to(self._world.device)
-        return Pass(Kind.ONCE, row) if learns else Pass(Kind.ENTER, row, None, row.target_row_T)
 
     def _losses(
         self,
@@ -288,6 +291,16 @@ class Trainer:
             for step in walk
             if step.learns
         ]
+
+    def _lessons(
+        self, rows: Sequence[PackedRow], walks: Sequence[Sequence[Pass]]
+    ) -> list[Lesson | None]:
+        """Return what the teacher says of the targets of each pass that learns; collective."""
+        if self._distill is None:
+            return [None for walk in walks for step in walk if step.learns]
+        from_policy = self._distill.from_policy
+        with nullcontext(self.model) if from_policy else self.reference() as teacher:
+            return lessons(self._distill, teacher, self._reader, rows, walks)
 
     def optim_step(self, loss: Tensor, number: int = 0) -> float | None:
         """Clip, step, clear. Returns the gradient norm before clipping.
@@ -329,21 +342,10 @@ class Trainer:
                 loss,
             )
 
-    @torch.no_grad()
     def score(self, model: PreTrainedModel, rows: Sequence[PackedRow]) -> list[LogProbs]:
         """Score every row's targets under `model`; collective, ranks may differ in rows."""
-        walks = [passes(row, self._token_budget) for row in rows]
-        num_own = sum(step.kind is not Kind.LEAVE for walk in walks for step in walk)
-        (most,) = self._world.max([num_own])  # before the passes, for which ranks wait elsewhere
-        how = self._temperature, self._followed, self.device
-        scores = [score_walk(model, walk, *how) for walk in walks]
-        for _ in range(int(most) - num_own):
-            score_row(model, self._idle(True).row, self._temperature)
-        return scores
 
-    def _followed(self, row: PackedRow) -> PackedRow:
-        """Return the row with the routes that are followed."""
-        return row if self._optim.replays_routes else replace(row, routes_NLC=None)
+        return self._reader.score(model, rows)
 
     def _scores_of(self, rows: Sequence[PackedRow], has_stepped: bool) -> list[Tensor]:
         """Return the log-probs [T] of rows under the current weights; collective."""
@@ -365,17 +367,6 @@ class Trainer:
         every = b"".join(self._world.gather_bytes(mine.cpu().numpy().tobytes()))
         ratios = torch.from_numpy(np.frombuffer(every, np.float64).copy())
         return m2po_clip(self._loss, ratios, threshold)
-
-    def _needed_flops(self, minibatches: Sequence[Sequence[PackedRow]]) -> float:
-        """FLOPs of the forward and backward pass and of the scores that the loss asks for, without
-        what is recomputed to spare memory or repeated by cuts.
-        """
-        num_scores = self._optim.rescore + self._scores_reference + self._scores_minibatch
-        return sum(
-            num_scores * self._cost.flops(row, once=True) + self._cost.training_flops(row)
-            for rows in minibatches
-            for row in rows
-        )
 
     def _prepare(self, rows: Sequence[PackedRow]) -> list[PackedRow]:
         """Return the rows on the device, with the weights that their tokens have in the loss."""

@@ -238,6 +238,7 @@ class _Cutter:
             routes_NLC=None if row.routes_NLC is None else row.routes_NLC[token_N],
             mask_ids_K=None,
             mask_offsets_T1=None,
+            teacher=None,
             num_unshared_tokens=0,
             num_repeated_tokens=0,
             num_route_conflicts=0,

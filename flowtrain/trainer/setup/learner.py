@@ -10,20 +10,23 @@ from pathlib import Path
 
 import torch
 from flowkernels import LossSpec, TokenLossFn
+from transformers import PreTrainedModel
 
 from flowtrain.algorithms import Branches, filter_samples
 from flowtrain.algorithms.advantages import whitened
 from flowtrain.config import Config
+from flowtrain.inference.factory import ModelSpec
 from flowtrain.records import Group, Rollouts, TrainBatch, UserError
 from flowtrain.trainer import checkpoint
 from flowtrain.trainer.balance import balance
 from flowtrain.trainer.checkpoint import Checkpoints
 from flowtrain.trainer.cost import ForwardCost
+from flowtrain.trainer.distillation import DistillSpec, check_teacher
 from flowtrain.trainer.lr_schedule import warmed_up
 from flowtrain.trainer.minibatch_factor import MinibatchFactor
 from flowtrain.trainer.minibatches import complete
 from flowtrain.trainer.model import experts
-from flowtrain.trainer.model.loading import published_weights
+from flowtrain.trainer.model.loading import load_model, published_weights
 from flowtrain.trainer.model.lora import has_adapter
 from flowtrain.trainer.optimizers import KINDS
 from flowtrain.trainer.packing import PackedRow, pack
@@ -71,6 +74,7 @@ class Follower:
         routers = experts.sizes_of(self.components.model)
         # Before whitening, so that no sample that is left out moves the mean.
         batch = filter_samples(batch, shape.max_position_embeddings, shape.vocab_size, routers)
+        batch = self.components.algorithm.for_teacher(batch, groups, self.components.tokenizer)
         if self.components.algorithm.whitens:
             batch = whitened(batch, self.components.world)
         minibatch_options = self.config.train.num_minibatches, self.config.train.minibatch_size
@@ -239,6 +243,7 @@ def make_learner(components: LearnerComponents, store: WeightStore, folder: Path
         loss=algorithm.loss_spec(),
         optim=optim_spec(components),
         needs_reference=algorithm.needs_reference,
+        distill=algorithm.distill_spec(),
         token_loss=algorithm.token_loss,
         factor=algorithm.minibatch_factor(),
     )
@@ -272,12 +277,14 @@ def make_trainer(
     loss: LossSpec,
     optim: OptimSpec,
     needs_reference: bool = False,
+    distill: DistillSpec | None = None,
     token_loss: Callable[[LossSpec], LossSpec | TokenLossFn] = lambda spec: spec,
     factor: MinibatchFactor | None = None,
 ) -> Trainer:
     """Shard the model over the ranks that train.
 
-    The reference policy is a frozen copy, or the model itself with its adapter off.
+    The reference policy is a frozen copy or another model, or the model itself with its adapter
+    off.
     """
     config, ranks = components.config, components.placement.trainers
     train = config.train
@@ -296,16 +303,20 @@ def make_trainer(
         fused=train.fused_layers,
     )
     reference = None
-    if needs_reference and not has_adapter(components.model):
-        frozen = skeleton(components.model).requires_grad_(False).eval()
+    other = _other_reference(components, dtype)
+    if needs_reference and (other or not has_adapter(components.model)):
+        source = other or components.model
+        frozen = skeleton(source).requires_grad_(False).eval()
         # In the dtype of its passes, which read nothing more exact of it.
         offload = train.offload != "none"
         reference_spec = replace(spec, recompute=False, weight_dtype=dtype, offload=offload)
         # Before the policy is sharded, which gives its own weights away one by one.
-        reference = shard(frozen, ranks, reference_spec, dict(named_tensors(components.model)))
+        reference = shard(frozen, ranks, reference_spec, dict(named_tensors(source)))
     model = shard(components.model, ranks, spec)
     if needs_reference and reference is None:
         reference = model
+    if distill is not None:
+        check_teacher(model, reference or model)
     temperature = config.sampling_of(train.policy).temperature
     return Trainer(
         model,
@@ -317,7 +328,29 @@ def make_trainer(
         token_loss=token_loss,
         factor=factor,
         token_budget=train.row_budget,
+        distill=distill,
     )
+
+
+def _other_reference(components: LearnerComponents, dtype: torch.dtype) -> PreTrainedModel | None:
+    """Load the model that the algorithm names as the reference: the main rank its weights;
+    collective. Raises UserError where its tokens are not the policy's.
+    """
+    path, ranks = components.algorithm.reference_path, components.placement.trainers
+    if not path:
+        return None
+
+    def load() -> PreTrainedModel:
+        spec = ModelSpec.load("distill.teacher", path)
+        if spec.tokenizer.get_vocab() != components.tokenizer.get_vocab():
+            raise UserError(
+                f"distill.teacher={path!r} has other tokens than "
+                f"model.path={components.config.model.path!r}: both must have one vocabulary"
+            )
+        has_weights = ranks.is_main
+        return load_model(path, dtype, key=spec.key) if has_weights else spec.without_weights()
+
+    return on_all_ranks(ranks, load, other_failed=UserError)
 
 
 def make_publisher(components: LearnerComponents, store: WeightStore, ranks: Ranks) -> Publisher:

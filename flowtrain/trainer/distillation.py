@@ -1,0 +1,126 @@
+"""What a teacher says of the tokens that are trained, and the loss that the policy learns it by.
+
+The teacher reads each token of a row's tree once, under its own prompts where a hint tells it more,
+and keeps the hidden states of the targets alone. Its logits exist beside the policy's, a chunk at a
+time. T: targets of a row, M: of a pass, E: the teacher's hidden size, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from flowkernels import Divergence, PolicyLoss, linear_distillation
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from flowtrain.records import UserError
+from flowtrain.trainer.loss import FusedLMHead
+from flowtrain.trainer.packing import PackedRow
+from flowtrain.trainer.reading import RowReader
+from flowtrain.trainer.walk import Pass
+
+
+@dataclass(frozen=True, slots=True)
+class DistillSpec:
+    """How a policy learns from its teacher."""
+
+    divergence: Divergence
+    mix: float
+    """b of "jsd"."""
+    from_policy: bool
+    """The teacher is the policy itself, as it is before an optimizer step; else the reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """The teacher's hidden states of targets, and its head."""
+
+    spec: DistillSpec
+    state_TE: Tensor
+    weight_VE: Tensor
+    bias_V: Tensor | None
+
+    def of_targets(self, target_M: Tensor | None) -> Lesson:
+        """Return the lesson of a pass; None: of all targets."""
+        if target_M is None:
+            return self
+        return replace(self, state_TE=self.state_TE[target_M.to(self.state_TE.device)])
+
+    def beside(
+        self,
+        policy_loss: Callable[..., PolicyLoss],
+        weight_T: Tensor,
+        temperature: float,
+        fp32_logits: bool,
+    ) -> Callable[..., PolicyLoss]:
+        """Add the divergence from the teacher to a policy's loss, each token by its weight."""
+
+        def both(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> PolicyLoss:
+            out = policy_loss(hidden_TD, weight_VD, bias_V=bias_V)
+            learnt = linear_distillation(
+                hidden_TD,
+                weight_VD,
+                self.state_TE.to(hidden_TD.dtype),
+                self.weight_VE.to(hidden_TD.dtype),
+                weight_T=weight_T,
+                bias_V=bias_V,
+                teacher_bias_V=None if self.bias_V is None else self.bias_V.to(hidden_TD.dtype),
+                divergence=self.spec.divergence,
+                mix=self.spec.mix,
+                temperature=temperature,
+                fp32_logits=fp32_logits,
+            )
+            stats = {**out.stats, "divergence_sum": learnt.divergence_T.sum()}
+            return replace(out, loss=out.loss + learnt.loss, stats=stats)
+
+        return both
+
+
+def lessons(
+    spec: DistillSpec,
+    teacher: PreTrainedModel,
+    reader: RowReader,
+    rows: Sequence[PackedRow],
+    walks: Sequence[Sequence[Pass]],
+) -> list[Lesson | None]:
+    """Return what a teacher says of the targets of each pass that learns in the walks through the
+    rows; collective.
+    """
+    head = head_of(teacher)
+    states = reader.states(teacher, [row.teacher or row for row in rows])
+    return [
+        Lesson(spec, state_TE, *head).of_targets(step.target_M)
+        for state_TE, walk in zip(states, walks, strict=True)
+        for step in walk
+        if step.learns
+    ]
+
+
+@torch.no_grad()
+def head_of(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    """Return the weight and the bias of a model's head, whole on every rank; collective."""
+    head = model.get_output_embeddings()
+
+    def whole(tensor: Tensor) -> Tensor:
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+    bias = getattr(head, "bias", None)
+    return whole(head.weight), None if bias is None else whole(bias)
+
+
+def check_teacher(policy: PreTrainedModel, teacher: PreTrainedModel) -> None:
+    """Raise UserError for heads that cannot be compared word by word."""
+    heads = [model.get_output_embeddings() for model in (policy, teacher)]
+    if not all(isinstance(head, FusedLMHead) for head in heads):
+        raise UserError(
+            "a policy and its teacher must have plain linear heads; one caps its logits"
+        )
+    sizes = [len(head.weight) for head in heads]
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"distill.teacher has a head of {sizes[1]} words and the policy one of {sizes[0]}: "
+            "both must have one vocabulary"
+        )
