@@ -213,3 +213,64 @@ def test_rollouts_of_one_reward_teach_where_their_turns_differ() -> None:
     assert [s.advantages[0] for s in out.samples] == approx([0, -a, 0, a])
     assert batch("flow_grpo", group, algorithm=drops).num_groups_dropped == 1
     assert batch("flow_grpo", group).num_groups_dropped == 0, "the paper's equation 5"
+
+
+# ---- distillation
+
+
+class Words:
+    """A tokenizer of one word each, for a test of what is put where."""
+
+    bos_token_id = 1
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [len(word) + 100 for word in text.split()]
+
+
+def test_a_teacher_reads_the_hint_of_its_question_after_the_first_token() -> None:
+    distill = {"hint": "It is {answer} .", "reward_coef": 0.5}
+    algorithm = made("distill", distill=distill)
+    groups = [Group(0, tuple(MIXED)), Group(1, tuple(EQUAL))]
+    tasks = [replace(t.task, answers=(word,)) for t, word in ((MIXED[0], "abc"), (EQUAL[0], "z"))]
+    groups = [
+        replace(g, trajectories=tuple(replace(t, task=task) for t in g.trajectories))
+        for g, task in zip(groups, tasks, strict=True)
+    ]
+    plain = algorithm.advantages(groups)
+    grpo = made("flow_grpo").advantages(groups)
+    halves = [tuple(a / 2 for a in s.advantages) for s in grpo.samples]
+    assert [s.advantages for s in plain.samples] == halves
+    for first in (1, 7):
+        samples = tuple(replace(s, prompt_ids=(first, 9)) for s in plain.samples)
+        batch = algorithm.for_teacher(replace(plain, samples=samples), groups, Words())
+        for sample in batch.samples:
+            assert sample.sample_id is not None and sample.prompt_ids == (first, 9)
+            hint = (102, 102, 103 if sample.sample_id.group == 0 else 101, 101)
+            wanted = (1, *hint, 9) if first == 1 else (*hint, 7, 9)
+            assert sample.teacher_prompt_ids == wanted
+
+
+def test_a_teacher_without_a_hint_reads_the_prompts() -> None:
+    algorithm = made("distill", distill={"teacher": "start"})
+    assert algorithm.needs_reference and algorithm.reference_path == ""
+    assert made("distill", distill={"teacher": "a/b"}).reference_path == "a/b"
+    assert not made("distill", distill={"hint": "x"}).needs_reference
+    out = algorithm.advantages([Group(0, tuple(MIXED))])
+    assert algorithm.for_teacher(out, [Group(0, tuple(MIXED))], Words()) is out
+    assert {a for s in out.samples for a in s.advantages} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "distill.teacher='policy' .* distill.hint"),
+        (
+            {"distill": {"teacher": "a/b"}, "algorithm": {"kl_coef": 0.1}},
+            "algorithm.kl_coef=0.1 must be 0 with distill.teacher='a/b'",
+        ),
+    ],
+)
+def test_what_a_teacher_cannot_do_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        made("distill", **options)
