@@ -29,6 +29,10 @@ COMMANDS = {
         "a rollout node: follows weights, leases work, pushes groups",
     ),
     "weights": ("flowtrain.weights", "verify, serve and clean versions of weights"),
+    "prove": (
+        "flowtrain.inference.proof",
+        "whether an endpoint samples with the policy that was trained, by log-probs",
+    ),
     "view": (
         "flowtrain.logging.page",
         "a run as a page, every rollout turn by turn, also while it trains; runs side by side",
