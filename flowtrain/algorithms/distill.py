@@ -41,6 +41,11 @@ class Distill(Algorithm):
                 "distill.teacher='policy' learns from itself and needs a distill.hint that it does "
                 "not read; or name 'start' or the folder of a model"
             )
+        if options.equal_groups == "drop":
+            raise UserError(
+                "algorithm.equal_groups='drop' leaves out what a teacher says of rollouts with one "
+                f"reward: algorithm.name={options.name!r} takes 'keep'"
+            )
         if self._has_model and options.kl_coef:
             raise UserError(
                 f"algorithm.kl_coef={options.kl_coef} must be 0 with distill.teacher="

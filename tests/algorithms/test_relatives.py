@@ -266,6 +266,10 @@ def test_a_teacher_without_a_hint_reads_the_prompts() -> None:
     [
         ({}, "distill.teacher='policy' .* distill.hint"),
         (
+            {"distill": {"hint": "x"}, "algorithm": {"equal_groups": "drop"}},
+            "algorithm.equal_groups='drop' .* takes 'keep'",
+        ),
+        (
             {"distill": {"teacher": "a/b"}, "algorithm": {"kl_coef": 0.1}},
             "algorithm.kl_coef=0.1 must be 0 with distill.teacher='a/b'",
         ),
