@@ -63,14 +63,21 @@ class LearningSignal:
         return {"idle_steps": self.idle_steps, "last_cause": self.last_cause}
 
 
-def count_signal(tally: Tally, groups: Sequence[Group], batch: TrainBatch, low: float) -> None:
-    """Count what this rank's rollouts have to learn from; `low` is the reward of a wrong one."""
+def count_signal(
+    tally: Tally, groups: Sequence[Group], batch: TrainBatch, low: float, has_teacher: bool = False
+) -> None:
+    """Count what this rank's rollouts have to learn from.
+
+    Args:
+        low: the reward of a wrong rollout.
+        has_teacher: samples teach whatever they earned.
+    """
     rollouts = [trajectory for group in groups for trajectory in group.trajectories]
     counts = {
         "right": sum(rollout.reward is not None and rollout.reward > low for rollout in rollouts),
         "outgrown": sum(rollout.truncated == "prompt" for rollout in rollouts),
         "samples": len(batch.samples),
-        "signals": sum(any(sample.advantages) for sample in batch.samples),
+        "signals": sum(has_teacher or any(sample.advantages) for sample in batch.samples),
     }
     tally.add(counts)
     if rewards := [rollout.reward for rollout in rollouts if rollout.reward is not None]:

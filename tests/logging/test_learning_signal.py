@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from flowtrain.algorithms import load_algorithm
 from flowtrain.config import Config
-from flowtrain.logging.learning_signal import MOST_BROKEN, LearningSignal
+from flowtrain.logging.learning_signal import MOST_BROKEN, LearningSignal, count_signal
 from flowtrain.logging.tally import Tally
-from flowtrain.records import UserError
+from flowtrain.records import Group, UserError
+from tests.algorithms.test_flow_grpo import with_lengths
 
 COUNTS = {
     "rollouts": 4,
@@ -41,6 +43,15 @@ def test_what_is_broken_in_a_row_ends_the_run() -> None:
     assert MOST_BROKEN == 3
     with pytest.raises(UserError, match=r"step 3 \(3 steps in a row\): all 4 rollouts failed"):
         watch(signal(), FAILED, FAILED, FAILED)
+
+
+@pytest.mark.parametrize("has_teacher", [False, True])
+def test_a_teacher_is_a_signal_whatever_was_earned(has_teacher: bool) -> None:
+    group = Group(0, (with_lengths(1, 2), with_lengths(1, 3)))
+    config = Config.model_validate({"algorithm": {"equal_groups": "keep"}})
+    tally = Tally()
+    count_signal(tally, [group], load_algorithm(config).advantages([group]), 0.0, has_teacher)
+    assert (tally.sums["samples"], tally.sums["signals"]) == (2, 2 * has_teacher)
 
 
 @pytest.mark.parametrize("between", [LEARNS, EQUAL])

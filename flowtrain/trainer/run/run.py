@@ -27,6 +27,7 @@ from flowtrain.logging.mismatch import MismatchGate
 from flowtrain.logging.profiler import profiled
 from flowtrain.logging.rollout_parts import count_parts, part_metrics
 from flowtrain.logging.rollouts import RolloutStats, count_rollouts
+from flowtrain.logging.survivors import count_survivors, survivor_metrics
 from flowtrain.logging.tally import Tally
 from flowtrain.logging.token_counts import account, count_tokens
 from flowtrain.records import PolicyName, Rollouts, Task, TokenAccount, TrainBatch, Trajectory
@@ -149,7 +150,9 @@ class Run:
         tally.add({f"num_excluded/{reason}": num for reason, num in batch.num_filtered.items()})
         count_parts(tally, trajectories, config)
         policy_groups = [group.of_policy(policy) for group in groups]
-        count_signal(tally, policy_groups, batch, config.reward.low)
+        has_teacher = self.components.algorithm.distill_spec() is not None
+        count_signal(tally, policy_groups, batch, config.reward.low, has_teacher)
+        count_survivors(tally, policy_groups, batch)
         count_tokens(tally, groups, batch, packed, policy=policy, sampled=num_sampled)
         tally.add(chat_metrics)
         tally.highest("peak_bytes", self.logger.peak_bytes())
@@ -167,6 +170,7 @@ class Run:
         metrics = {
             **RolloutStats.of_counts(totals.sums, config.agent.tools).metrics(),
             **part_metrics(totals),
+            **survivor_metrics(totals),
             **counts,
             **{name: totals.sums[name] for name in chat_metrics},
             "peak_memory_gb": totals.maxima["peak_bytes"] / 1e9,
