@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from flowtrain.tasks.sub_goals import Hints
     from flowtrain.tools import Tool
     from flowtrain.trainer.distillation import DistillSpec
+    from flowtrain.trainer.distributed import World
     from flowtrain.trainer.minibatch_factor import MinibatchFactor
     from flowtrain.trainer.trainer import Trainer
 
@@ -154,6 +155,16 @@ class Algorithm:
             most_tokens=self.config.agent.max_turns * rollout.max_new_tokens,
             leaves_out=self._is_overlong if options.overlong == "mask" else lambda _: False,
         )
+
+    def observe(self, groups: Sequence[Group], world: World) -> None:
+        """Learn from the rewards of a step once its advantages are known; collective."""
+
+    def state(self) -> str:
+        """Return what a checkpoint keeps of what was observed; "": nothing."""
+        return ""
+
+    def restore(self, state: str) -> None:
+        """Go on from what a checkpoint has kept."""
 
     @property
     def _drops_equals(self) -> bool:

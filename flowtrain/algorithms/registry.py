@@ -23,6 +23,7 @@ BUILT_IN = plugins.built_in(
         "dr_grpo": "relatives:DrGrpo",
         "dapo": "relatives:Dapo",
         "rloo": "relatives:Rloo",
+        "spo": "relatives:Spo",
         "reinforce_plus_plus": "relatives:ReinforcePlusPlus",
     },
 )

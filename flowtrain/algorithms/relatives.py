@@ -6,14 +6,20 @@ a KL term unless `algorithm.kl_coef` asks for one.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from statistics import fmean
+from typing import TYPE_CHECKING
 
-from flowtrain.algorithms.advantages import Average
+from flowtrain.algorithms.advantages import Average, Credits, broadcast, reward_of
 from flowtrain.algorithms.base import Algorithm, Values
 from flowtrain.algorithms.flow_grpo import FlowGrpo
 from flowtrain.config import Algorithm as Options
-from flowtrain.records import UserError
+from flowtrain.config import Config
+from flowtrain.records import Group, Task, UserError
+
+if TYPE_CHECKING:
+    from flowtrain.trainer.distributed import World
 
 
 class _Relative(Algorithm):
@@ -64,6 +70,61 @@ class Rloo(_Relative):
     def credit(self, rewards: Sequence[float]) -> list[float]:
         num_others = max(len(rewards) - 1, 1)
         return [reward - (sum(rewards) - reward) / num_others for reward in rewards]
+
+
+class Spo(_Relative):
+    """SPO (arXiv 2509.13232): A_i = R_i - v, where v is what the question has earned so far, then
+    (A - mean) / std over all tokens of the batch. So one rollout of a question is enough.
+
+    v is the mean of the question's earlier rewards, of which each counts DECAY of the next one,
+    and of the mean reward of all questions, which counts as one more.
+    """
+
+    DECAY = 0.9
+    whitens = True
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._seen: dict[str, tuple[float, float]] = {}
+        """Sum and number of the rewards of each question, decayed."""
+        self._mean = 0.0
+        """Of all of them."""
+
+    def check(self) -> None:
+        super().check()
+        if self.config.algorithm.equal_groups == "drop":
+            raise UserError(
+                "algorithm.equal_groups='drop' leaves out questions with one reward, as those with "
+                "one rollout are: algorithm.name='spo' takes 'keep'"
+            )
+
+    def value(self, task: Task) -> float:
+        """Return what a rollout of the question is expected to earn."""
+        total, num = self._seen.get(task.id, (0.0, 0.0))
+        return (total + self._mean) / (num + 1.0)
+
+    def token_credit(self, group: Group) -> Credits:
+        advantages = [reward_of(rollout) - self.value(rollout.task) for rollout in group.finished]
+        return broadcast(group, advantages)
+
+    def observe(self, groups: Sequence[Group], world: World) -> None:
+        own = [(t.task.id, reward_of(t)) for group in groups for t in group.finished]
+        for text in world.gather_text(json.dumps(own)):
+            for task_id, reward in json.loads(text):
+                total, num = self._seen.get(task_id, (0.0, 0.0))
+                self._seen[task_id] = (self.DECAY * total + reward, self.DECAY * num + 1.0)
+        self._set_mean()
+
+    def state(self) -> str:
+        return json.dumps(self._seen)
+
+    def restore(self, state: str) -> None:
+        self._seen = {name: (total, num) for name, (total, num) in json.loads(state).items()}
+        self._set_mean()
+
+    def _set_mean(self) -> None:
+        num = sum(num for _, num in self._seen.values())
+        self._mean = sum(total for total, _ in self._seen.values()) / num if num else 0.0
 
 
 class ReinforcePlusPlus(_Relative):

@@ -16,8 +16,8 @@ class Algorithm(Section):
     name: str = "flow_grpo"
     """flow_grpo: AgentFlow's; appo: rollouts branch where it matters most; infoflow: sub-goals earn
     rewards, stuck rollouts get hints; distill: a teacher says what it would write; dr_grpo, dapo,
-    rloo, reinforce_plus_plus: relatives of GRPO; FILE.py:CLASS: your own; or an entry point in the
-    group flowtrain.algorithms"""
+    rloo, spo, reinforce_plus_plus: relatives of GRPO; FILE.py:CLASS: your own; or an entry point in
+    the group flowtrain.algorithms"""
     mode: Literal["paper", "released"] = "paper"
     """paper: nested means, statistics over trajectories; released: token mean, statistics over
     turns, clip 0.2/0.3, dual clip 3"""
@@ -54,7 +54,7 @@ class Algorithm(Section):
     low_var_kl: verl's, which is k3 up to 10 and has no gradient beyond (AgentFlow's code)"""
     kl_coef: float = Field(0.001, ge=0)
     """weight of the KL term (AgentFlow: 0.001); 0 spares the reference policy, and is the default
-    with distill, dr_grpo, dapo, rloo and reinforce_plus_plus"""
+    with distill and the relatives of GRPO"""
     entropy_coef: float = Field(0.0, ge=0)
     """weight of the entropy bonus"""
     tis: float | None = Field(None, gt=0)

@@ -43,7 +43,7 @@ _LEAST = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was found out about an endpoint."""
+    """The answer about an endpoint."""
 
     distance: float
     """Root mean square of the differences to the policy's log-probs, in nats."""

@@ -1,4 +1,4 @@
-"""Whether what is trained is like what was sampled.
+"""Compare what is trained with what was sampled.
 
 Rollouts that run out of tokens or of time, or whose tools fail, are left out, and these are the
 long and the slow ones: a policy may then seem to learn to be short, which only survived. So the

@@ -1,4 +1,4 @@
-"""What a teacher says of the tokens that are trained, and the loss that the policy learns it by.
+"""A teacher, and the loss by which the policy learns what it says of the tokens that are trained.
 
 The teacher reads each token of a row's tree once, under its own prompts where a hint tells it more,
 and keeps the hidden states of the targets alone. Its logits exist beside the policy's, a chunk at a

@@ -215,6 +215,52 @@ def test_rollouts_of_one_reward_teach_where_their_turns_differ() -> None:
     assert batch("flow_grpo", group).num_groups_dropped == 0, "the paper's equation 5"
 
 
+# ---- one rollout of a question
+
+
+def asked(*earned: tuple[str, float]) -> list[Group]:
+    """A question of this id each, with one rollout that earned so much."""
+    return [
+        Group(index, (replace(rollout, task=replace(rollout.task, id=name)),))
+        for index, (name, reward) in enumerate(earned)
+        for rollout in [with_lengths(reward, 2)]
+    ]
+
+
+def advantages(algorithm: Algorithm, groups: list[Group], world: World) -> list[float]:
+    found = [s.advantages[0] for s in algorithm.advantages(groups).samples]
+    algorithm.observe(groups, world)
+    return found
+
+
+def test_a_question_is_compared_with_what_it_has_earned(alone: World) -> None:
+    """Of its own rewards each counts 0.9 of the next, and the mean of all counts as one more."""
+    spo = made("spo", rollout={"num_questions": 2, "group_size": 1})
+    assert spo.whitens and spo.average == "token" and spo.config.algorithm.kl_coef == 0
+    assert advantages(spo, asked(("a", 1.0), ("b", 0.5)), alone) == approx([1.0, 0.5])
+    # The mean of all is 0.75.
+    own = [(1.0 + 0.75) / 2, (0.5 + 0.75) / 2, 0.75]
+    found = advantages(spo, asked(("a", 0.0), ("b", 0.5), ("c", 0.5)), alone)
+    assert found == approx([0.0 - own[0], 0.5 - own[1], 0.5 - own[2]])
+    mean = (0.9 + 0.95 + 0.5) / (1.9 + 1.9 + 1.0)
+    assert advantages(spo, asked(("a", 1.0)), alone) == approx([1.0 - (0.9 + mean) / 2.9])
+
+
+def test_what_was_observed_goes_on_from_a_checkpoint(alone: World) -> None:
+    first, second = made("spo"), made("spo")
+    assert made("rloo").state() == ""
+    advantages(first, asked(("a", 1.0), ("b", 0.5)), alone)
+    second.restore(first.state())
+    groups = asked(("a", 0.25), ("c", 1.0))
+    assert advantages(second, groups, alone) == advantages(first, groups, alone)
+    assert second.state() == first.state()
+
+
+def test_questions_of_one_rollout_are_not_dropped() -> None:
+    with pytest.raises(UserError, match=r"algorithm.equal_groups='drop' .* takes 'keep'"):
+        made("spo", algorithm={"equal_groups": "drop"})
+
+
 # ---- distillation
 
 

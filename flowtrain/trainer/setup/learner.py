@@ -42,6 +42,9 @@ Rows = Sequence[Sequence[PackedRow]]
 State = Mapping[str, int | str]
 """State that a run resumes from, beside its weights and moments."""
 
+_OBSERVED = "observed"
+"""Key of a checkpoint's state: what the algorithm has observed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Follower:
@@ -77,6 +80,7 @@ class Follower:
         batch = self.components.algorithm.for_teacher(batch, groups, self.components.tokenizer)
         if self.components.algorithm.whitens:
             batch = whitened(batch, self.components.world)
+        self.components.algorithm.observe(groups, self.components.world)
         minibatch_options = self.config.train.num_minibatches, self.config.train.minibatch_size
         return complete(batch, *minibatch_options, rollouts.logprobs, self.components.world)
 
@@ -114,7 +118,11 @@ class Follower:
     # ---- the beginning and the end
 
     def resume(self, path: Path) -> None:
-        """Load model and optimizer from a checkpoint of any number of ranks."""
+        """Load model and optimizer from a checkpoint of any number of ranks, and what the algorithm
+        has observed.
+        """
+        if state := checkpoint.load_state(path).get(_OBSERVED):
+            self.components.algorithm.restore(str(state))
 
     def republish(self, version: int) -> None:
         """Bring the store to `version`, where the run starts or resumes; later versions go."""
@@ -189,6 +197,7 @@ class Learner(Follower):
         return metrics
 
     def resume(self, path: Path) -> None:
+        Follower.resume(self, path)
         model, optimizer = self.components.model, self.trainer.optimizer
         checkpoint.restore(path, model, optimizer, self.components.placement.trainers)
 
@@ -211,6 +220,8 @@ class Learner(Follower):
 
     def save(self, step: int, state: State, on_saved: Callable[[], None]) -> None:
         self.wait_for_checkpoint()  # the one before; raises what that failed with
+        if observed := self.components.algorithm.state():
+            state = {**state, _OBSERVED: observed}
         self.checkpoints.save(
             step,
             self.components.model,
