@@ -115,13 +115,29 @@ def compact_kernel(
         tl.store(diffs_ptr + begin + slot, change, mask=change != 0)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit
+def _place(rest, dims_ptr, NUM_DIMS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return where words are that lie `rest` after the first of all places, and whether there is a
+    place for them.
+    """
+    place, is_in = tl.zeros_like(rest), rest >= 0
+    for d in tl.static_range(NUM_DIMS):
+        size, stride = tl.load(dims_ptr + 3 * d), tl.load(dims_ptr + 3 * d + 1)
+        i = rest // stride
+        is_in = is_in & (i < size)
+        place += i * tl.load(dims_ptr + 3 * d + 2)
+        rest -= i * stride
+    return place, is_in & (rest == 0)
+
+
+@triton.jit(do_not_specialize=["first", "origin"])
 def scatter_kernel(
-    words_ptr, positions_ptr, diffs_ptr, bounds_ptr, digest_ptr, first, num_words,
-    WRITES: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
+    words_ptr, positions_ptr, diffs_ptr, bounds_ptr, digest_ptr, dims_ptr, first, origin, num_words,
+    WRITES: tl.constexpr, NUM_DIMS: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Add the diffs of a block and sum up the digest change; without WRITES only the latter.
-    `bounds`: the changes of block b are bounds[b] to bounds[b + 1] - 1.
+    `bounds`: the changes of block b are bounds[b] to bounds[b + 1] - 1. NUM_DIMS 0: words follow
+    each other.
     """
     block, turn = tl.program_id(0).to(tl.int64) // SPLIT, tl.program_id(0) % SPLIT
     begin, end = tl.load(bounds_ptr + block) + turn * CHUNK, tl.load(bounds_ptr + block + 1)
@@ -130,11 +146,15 @@ def scatter_kernel(
         change = start + tl.arange(0, CHUNK)
         is_in = change < end
         index = block * BLOCK_WORDS + _load_word(positions_ptr + change, is_in)
-        is_in = is_in & (index < num_words)
-        old = _load_word(words_ptr + index, is_in)
+        place = index
+        if NUM_DIMS:
+            place, has_place = _place(first + index - origin, dims_ptr, NUM_DIMS)
+            is_in = is_in & has_place
+        is_in = is_in & (place < num_words)
+        old = _load_word(words_ptr + place, is_in)
         new = (old + _load_word(diffs_ptr + change, is_in)) & 0xFFFF
         if WRITES:
-            tl.store(words_ptr + index, new.to(tl.int16), mask=is_in)
+            tl.store(words_ptr + place, new.to(tl.int16), mask=is_in)
         gain = _square(new, 1) - _square(old, 1)  # 0 where masked: there word and diff are 0
         c_a, c_b = _coefficients(_x(first + index), 1)
         a += _weigh(gain, c_a)
@@ -222,23 +242,40 @@ def _compact(old: Tensor, new: Tensor, tile_bounds: Tensor, num: int, first: int
     return bounds_B1.diff().int(), positions, diffs, change
 
 
-def scatter(words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, first: int) -> Tensor:
+def scatter(
+    words: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    diffs: Tensor,
+    first: int,
+    dims: Tensor | None,
+    origin: int,
+) -> Tensor:
     """Launcher, see `sparse_delta.scatter`."""
     # Bounds that never point outside the changes, whatever the counts hold.
     bounds_B1 = F.pad(counts.cumsum(0, dtype=torch.int64), (1, 0)).clamp_(0, len(positions))
-    return _scatter(words, bounds_B1, positions, diffs, first, writes=True)
+    return _scatter(words, bounds_B1, positions, diffs, first, dims, origin, writes=True)
 
 
 def _scatter(
-    words: Tensor, bounds_B1: Tensor, positions: Tensor, diffs: Tensor, first: int, *, writes: bool
+    words: Tensor,
+    bounds_B1: Tensor,
+    positions: Tensor,
+    diffs: Tensor,
+    first: int,
+    dims: Tensor | None = None,
+    origin: int = 0,
+    *,
+    writes: bool,
 ) -> Tensor:
     """Return the digest change; nothing is written if not `writes`."""
     change = torch.zeros(2, dtype=torch.int64, device=words.device)
     if len(positions):
         grid = ((len(bounds_B1) - 1) * SCATTER["SPLIT"],)
         scatter_kernel[grid](
-            words, positions, diffs, bounds_B1, change, first, len(words), WRITES=writes, **SCATTER
-        )
+            words, positions, diffs, bounds_B1, change, dims, first, origin, len(words),
+            WRITES=writes, NUM_DIMS=0 if dims is None else len(dims), **SCATTER,
+        )  # fmt: skip
     return change
 
 
