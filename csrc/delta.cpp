@@ -584,28 +584,31 @@ Digest scatter(u16* words, std::size_t num_words, const std::vector<u32>& counts
     parallel(change.size(), counts.size(), [&](std::size_t thread, std::size_t begin, std::size_t end) {
         Workspace& ws = workspace();
         Changes& met = ws.changes;
-        std::vector<u64> offsets(kBlockWords);
+        u64 offsets[512];  // of words that are on their way while the next ones are found
         for (std::size_t b = begin; b < end; ++b) {
             met.n = 0;
-            for (std::size_t c = starts[b]; c < starts[b + 1]; ++c) {
-                u64 rest = first + u64(b) * kBlockWords + positions[c] - origin, offset = 0;  // a word before the origin wraps, and is outside
-                bool is_inside = true;
-                for (const Dim& dim : dims) {
-                    const u64 i = dim.stride == 1 ? rest : rest / dim.stride;
-                    is_inside &= i < dim.size;
-                    offset += i * dim.to_stride;
-                    rest -= i * dim.stride;
+            for (std::size_t c = starts[b]; c < starts[b + 1];) {
+                const std::size_t done = met.n, stop = std::min(c + std::size(offsets), starts[b + 1]);
+                for (; c < stop; ++c) {
+                    u64 rest = first + u64(b) * kBlockWords + positions[c] - origin, offset = 0;  // what is before the origin wraps: it is outside
+                    bool is_inside = true;
+                    for (const Dim& dim : dims) {
+                        const u64 i = dim.stride == 1 ? rest : rest / dim.stride;
+                        is_inside &= i < dim.size;
+                        offset += i * dim.to_stride;
+                        rest -= i * dim.stride;
+                    }
+                    if (!is_inside || rest != 0) continue;
+                    __builtin_prefetch(words + offset, 1);
+                    offsets[met.n - done] = offset;
+                    met.positions[met.n] = positions[c];
+                    met.diffs[met.n++] = diffs[c];
                 }
-                if (!is_inside || rest != 0) continue;
-                __builtin_prefetch(words + offset, 1);
-                offsets[met.n] = offset;
-                met.positions[met.n] = positions[c];
-                met.diffs[met.n++] = diffs[c];
-            }
-            for (std::size_t i = 0; i < met.n; ++i) {
-                u16& word = words[offsets[i]];
-                ws.old_of_changes[i] = word;
-                word = u16(word + met.diffs[i]);
+                for (std::size_t i = done; i < met.n; ++i) {
+                    u16& word = words[offsets[i - done]];
+                    ws.old_of_changes[i] = word;
+                    word = u16(word + met.diffs[i]);
+                }
             }
             change[thread] += kernels().change(first + u64(b) * kBlockWords, met.positions, ws.old_of_changes, met.diffs, met.n);
         }

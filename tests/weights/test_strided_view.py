@@ -28,6 +28,7 @@ from flowtrain.weights import (
 )
 from flowtrain.weights.format.manifest import Layout
 from flowtrain.weights.format.tensor_shards import spec_of
+from flowtrain.weights.load.target import StridedView
 from flowtrain.weights.ranks import Ranks, SingleRank
 
 NUM_VERSIONS = 12
@@ -250,11 +251,11 @@ def test_a_wrong_base_is_found_and_everything_is_undone(store: WeightStore, size
         if column // (96 // size) == ranks.rank:
             toy.held["down"].view(torch.int16)[row, column % (96 // size)] += 1
         damaged = {name: tensor.clone() for name, tensor in toy.held.items()}
-        batches = reader._find_path(3).batches
-        assert len(batches) == 2, "the first alone could be applied"
+        prepared = reader._find_path(3).prepared
+        assert len(prepared.batches) == 2, "the first alone could be applied"
         told = "the words of 'down' were not its base, or were damaged"
         with pytest.raises(_delta.WrongBase, match=told):
-            target.apply(batches)
+            target.apply(prepared)
         assert same_bits(toy.held, damaged), "taken back"
         loaded = reader.load(3)
         assert loaded.mode == "snapshot" and reader.damaged() == []
@@ -285,19 +286,21 @@ def test_an_exception_during_apply_is_undone_on_every_rank(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     publish(store)
-    real, fails = ShardedTarget._decode, [False]
+    real, fails = StridedView.scatter, [False]
+    meeting: list[int] = []
 
-    def decode(target: ShardedTarget, name: str, first: int, blob: Any) -> Any:
-        positions, diffs = real(target, name, first, blob)
-        if fails[0] and target.ranks.rank == size - 1 and name == "table":
-            diffs = diffs[:-1]  # what is before "table" has been written by then
-        return positions, diffs
+    def scatter(view: StridedView, changes: Any, *args: Any, **options: Any) -> Tensor:
+        if fails[0] and not options and view.memory.data_ptr() in meeting:
+            raise IndexError("what is before the table has been written by now")
+        return real(view, changes, *args, **options)
 
-    monkeypatch.setattr(ShardedTarget, "_decode", decode)
+    monkeypatch.setattr(StridedView, "scatter", scatter)
 
     def run(ranks: Ranks) -> tuple[bool, str]:
         toy, reader = loaded(store, ranks)
         before = {name: tensor.clone() for name, tensor in toy.held.items()}
+        if ranks.rank == size - 1:
+            meeting.append(toy.held["table"].data_ptr())
         ranks.gather_text("")
         fails[0] = True
         ranks.gather_text("")
