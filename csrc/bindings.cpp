@@ -94,11 +94,12 @@ Octets encode_found(const Counts& counts, const Words& positions, const Words& d
 
 py::tuple decode_blocks(const Octets& delta, const std::optional<Words>& base, std::uint64_t begin, std::optional<std::uint64_t> end,
                         int num_threads) {
+    at_least_one(num_threads);
     const std::uint16_t* const words = base_of(base, view(delta));
     BlockPairs found;
     {
         GilFree free;
-        found = decode_pairs(view(delta), words, begin, end ? *end : info(view(delta)).num_words, at_least_one(num_threads));
+        found = decode_pairs(view(delta), words, begin, end ? *end : info(view(delta)).num_words, num_threads);
     }
     return py::make_tuple(to_array(std::move(found.counts)), to_array(std::move(found.positions)), to_array(std::move(found.diffs)));
 }

@@ -242,10 +242,10 @@ void sort_changes(Workspace& ws) {
 }
 
 // Where the pairs of each block begin, and where the last ones end.
-std::vector<std::size_t> starts_of(const u32* counts, std::size_t num_blocks, std::size_t num_pairs) {
+std::vector<std::size_t> starts_of(const u32* counts, std::size_t num_blocks, u64 num_words, std::size_t num_pairs) {
     std::vector<std::size_t> starts(num_blocks + 1, 0);
     for (std::size_t b = 0; b < num_blocks; ++b) {
-        if (counts[b] > kBlockWords) throw std::invalid_argument("counts[" + std::to_string(b) + "] exceeds the block");
+        if (counts[b] > block_words(num_words, b)) throw std::invalid_argument("counts[" + std::to_string(b) + "] exceeds the block");
         starts[b + 1] = starts[b] + counts[b];
     }
     if (starts[num_blocks] != num_pairs) throw std::invalid_argument("counts do not add up to the number of pairs");
@@ -408,7 +408,7 @@ Bytes encode_pairs(const u32* counts, const u16* positions, const u16* diffs, st
                    const EncodeOptions& options) {
     if (options.level != 1) throw std::invalid_argument("pairs can only be encoded at level 1");
     const std::size_t num_blocks = blocks_of(num_words);
-    const std::vector<std::size_t> starts = starts_of(counts, num_blocks, num_pairs);
+    const std::vector<std::size_t> starts = starts_of(counts, num_blocks, num_words, num_pairs);
     std::vector<Part> parts(shares_of(options.num_threads, num_blocks));
     parallel(parts.size(), num_blocks, [&](std::size_t thread, std::size_t begin, std::size_t end) {
         Workspace& ws = workspace();
@@ -573,13 +573,14 @@ Pairs decode(View view, const u16* base) {
 
 Digest scatter(u16* words, std::size_t num_words, const std::vector<u32>& counts, const u16* positions, const u16* diffs, std::size_t num_pairs,
                u64 first, u64 origin, const std::vector<Dim>& dims, int num_threads) {
-    const std::vector<std::size_t> starts = starts_of(counts.data(), counts.size(), num_pairs);
-    u64 last = 0;
+    const std::vector<std::size_t> starts = starts_of(counts.data(), counts.size(), u64(counts.size()) * kBlockWords, num_pairs);
+    u64 room = num_words;  // words from the last place to the end
+    if (room == 0) throw std::invalid_argument("the places reach beyond the words");
     for (const Dim& dim : dims) {
         if (dim.size == 0 || dim.stride == 0) throw std::invalid_argument("sizes and strides must not be zero");
-        last += (dim.size - 1) * dim.to_stride;
+        if (dim.to_stride > 0 && dim.size - 1 > (room - 1) / dim.to_stride) throw std::invalid_argument("the places reach beyond the words");
+        room -= (dim.size - 1) * dim.to_stride;
     }
-    if (last >= num_words) throw std::invalid_argument("the places reach beyond the words");
     std::vector<Digest> change(shares_of(num_threads, counts.size()));
     parallel(change.size(), counts.size(), [&](std::size_t thread, std::size_t begin, std::size_t end) {
         Workspace& ws = workspace();

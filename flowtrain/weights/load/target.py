@@ -5,7 +5,7 @@ in host memory, or as strided views of other memories.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from types import SimpleNamespace
@@ -33,6 +33,8 @@ from flowtrain.weights.ranks import Ranks, SingleRank
 
 _CHUNK = 1 << 20
 """Words that are digested at a time."""
+_Dims = tuple[tuple[int, int, int], ...]
+"""Dimensions of a view: (size, stride, stride in memory)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,29 +190,12 @@ class StridedView:
         """
         words = self.memory[self.to_first :]
         changes = changes.to(words.device)
-        diffs = -changes.diffs if is_undo else changes.diffs
+        if is_undo:
+            changes = replace(changes, diffs=-changes.diffs)
         dims = tuple(zip(self.sizes, self.strides, self.to_strides, strict=True))
-        if words.device.type != "cpu":
-            return scatter_words_(
-                words,
-                changes.counts,
-                changes.positions,
-                diffs,
-                changes.first,
-                dims=_to_device(dims, words.device),
-                origin=self.first,
-            )
-        change = _delta.scatter(
-            u16_view(words),
-            changes.counts.numpy().view(np.uint32),
-            u16_view(changes.positions),
-            u16_view(diffs),
-            first=changes.first,
-            origin=self.first,
-            dims=dims,
-            num_threads=num_threads,
-        )
-        return torch.from_numpy(np.array(change, np.uint64).view(np.int64))
+        if words.device.type == "cpu":
+            return _add_on_host(words, changes, self.first, dims, num_threads)
+        return _add_on_device(words, changes, self.first, dims, num_threads)
 
     def write(self, flat: Tensor, first: int) -> None:
         """Copy from a run of whole rows of the tensor that starts at its word `first`."""
@@ -240,8 +225,31 @@ class StridedView:
         return total
 
 
+def _add_on_host(
+    words: Tensor, changes: WordChanges, origin: int, dims: _Dims, num_threads: int
+) -> Tensor:
+    """Add changes to copies of words, as `_delta.scatter` has it."""
+    change = _delta.scatter(
+        u16_view(words),
+        changes.counts.numpy().view(np.uint32),
+        u16_view(changes.positions),
+        u16_view(changes.diffs),
+        first=changes.first,
+        origin=origin,
+        dims=dims,
+        num_threads=num_threads,
+    )
+    return torch.from_numpy(np.array(change, np.uint64).view(np.int64))
+
+
+def _add_on_device(words: Tensor, changes: WordChanges, origin: int, dims: _Dims, _: int) -> Tensor:
+    """Do the same by a kernel; the host does not wait for it."""
+    fields = changes.counts, changes.positions, changes.diffs, changes.first
+    return scatter_words_(words, *fields, dims=_to_device(dims, words.device), origin=origin)
+
+
 @lru_cache(maxsize=1024)
-def _to_device(dims: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
+def _to_device(dims: _Dims, device: torch.device) -> Tensor:
     """Return int64 [D, 3]; the layers of a model share them."""
     return torch.tensor(dims, device=device)
 
