@@ -218,6 +218,7 @@ def test_readers_on_all_ranks_hold_what_the_loader_would_have_written(
         assert modes == ["snapshot", *["delta"] * 6, "snapshot", "delta"], modes
 
 
+@pytest.mark.usefixtures("small_pieces")
 def test_level_2_needs_whole_tensors_and_a_snapshot_replaces_it_elsewhere(
     store: WeightStore,
 ) -> None:
