@@ -342,25 +342,26 @@ def test_pairs_of_any_run_are_added_to_it_and_taken_back(
     st.sampled_from(SIZES),
     st.integers(0, 200),
     st.integers(1, 3),
+    st.integers(1, 3),
 )
 @settings(max_examples=100, deadline=None)
 def test_pairs_go_to_places_of_their_own(
-    rows: int, columns: int, gap: int, num_words: int, origin: int, num_threads: int
+    rows: int, columns: int, gap: int, num_words: int, origin: int, step: int, num_threads: int
 ) -> None:
-    """A cut of rows and columns, turned; it may begin before the delta and end after it."""
-    first, stride = 100, columns + gap
+    """A cut of rows and every so many columns, turned; it may begin before the delta and end after it."""
+    first, stride = 100, columns * step + gap
     old = weights(max(first + num_words, origin + rows * stride))
     new = old.copy()
     piece = slice(first, first + num_words)
     new[piece] = changed(old[piece], 0.3, "any")
-    cut = origin + np.arange(rows)[:, None] * stride + np.arange(columns)
+    cut = origin + np.arange(rows)[:, None] * stride + step * np.arange(columns)
     words = old[cut].T.ravel()
     made = _delta.scatter(
         words,
         *pairs_of(old[piece], new[piece]),
         first=first,
         origin=origin,
-        dims=[(rows, stride, 1), (columns, 1, rows)],
+        dims=[(rows, stride, 1), (columns, step, rows)],
         num_threads=num_threads,
     )
     assert np.array_equal(words.reshape(columns, rows).T, new[cut])
