@@ -348,7 +348,7 @@ def test_pairs_of_any_run_are_added_to_it_and_taken_back(
 def test_pairs_go_to_places_of_their_own(
     rows: int, columns: int, gap: int, num_words: int, origin: int, step: int, num_threads: int
 ) -> None:
-    """A cut of rows and every so many columns, turned; it may begin before the delta and end after it."""
+    """A cut of rows and every so many columns, turned; it may reach beyond the delta."""
     first, stride = 100, columns * step + gap
     old = weights(max(first + num_words, origin + rows * stride))
     new = old.copy()
