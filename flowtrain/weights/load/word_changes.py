@@ -15,8 +15,8 @@ from torch import Tensor
 from flowtrain import _delta
 from flowtrain.weights.format.tensor_shards import U16, Blob
 
-PIECE_WORDS = 1 << 25
-"""Words whose changes are decoded and copied at a time: at most 128 MiB of them."""
+PIECE_WORDS = 1 << 27
+"""Words whose changes are decoded and copied at a time: at most 512 MiB of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
