@@ -149,10 +149,9 @@ def variants() -> Iterator[Variant]:
     yield from _layer_variants()
     merge = {"NUM": len(NAMES), **policy_loss_triton.MERGE}
     of_loss, of_tree, of_delta = policy_loss_triton, branching_triton, sparse_delta_triton
-    scatter, no_write, strided = (
-        {"WRITES": writes, "NUM_DIMS": num_dims, **of_delta.SCATTER}
-        for writes, num_dims in ((True, 0), (False, 0), (True, 2))
-    )
+    strided = {"WRITES": True, **of_delta.SCATTER}
+    scatter: dict[str, Any] = {**strided, "dims_ptr": None}
+    no_write = {**scatter, "WRITES": False}
     yield Variant("scale", "bf16", of_loss.scale_kernel, of_loss.SCALE)
     yield Variant("scale", "fp32", of_loss.scale_kernel, of_loss.SCALE)
     yield Variant("statistics", "fp32", of_loss.statistics_kernel, of_loss.STATISTICS)

@@ -96,7 +96,7 @@ py::tuple decode_blocks(const Octets& delta, const std::optional<Words>& base, s
                         int num_threads) {
     at_least_one(num_threads);
     const std::uint16_t* const words = base_of(base, view(delta));
-    BlockPairs found;
+    Pairs found;
     {
         GilFree free;
         found = decode_pairs(view(delta), words, begin, end ? *end : info(view(delta)).num_words, num_threads);
@@ -211,17 +211,6 @@ PYBIND11_MODULE(_delta, m) {
           "Add each delta to its words in place: all of them, or none when one is refused.");
     m.def("apply_rounds", &apply_rounds, "rounds"_a.noconvert(), py::kw_only(), "num_threads"_a = 1,
           "`apply` for several pairs of deltas and words, one after another: all of them, or none when one is refused.");
-    m.def("decode",
-          [](const Octets& delta, const std::optional<Words>& base) {
-              const std::uint16_t* const words = base_of(base, view(delta));
-              Pairs pairs;
-              {
-                  GilFree free;
-                  pairs = decode(view(delta), words);
-              }
-              return std::make_pair(to_array(std::move(pairs.positions)), to_array(std::move(pairs.diffs)));
-          },
-          "delta"_a.noconvert(), "base"_a.noconvert() = py::none(), "Ascending positions (uint64) and wrap differences (uint16).");
     m.def("decode_pairs", &decode_blocks, "delta"_a.noconvert(), "base"_a.noconvert() = py::none(), py::kw_only(), "begin"_a = 0,
           "end"_a = py::none(), "num_threads"_a = 1,
           "The inverse of `encode_pairs`, of words `begin` to `end` - 1 of the delta: changes per block of 65,536 words from `begin` on, "

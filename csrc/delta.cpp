@@ -514,17 +514,17 @@ void apply(const std::vector<Round>& rounds, int num_threads) {
     }
 }
 
-BlockPairs decode_pairs(View view, const u16* base, u64 begin, u64 end, int num_threads) {
+Pairs decode_pairs(View view, const u16* base, u64 begin, u64 end, int num_threads) {
     const Parsed delta = parse(view);
     require_base(delta, base);
     if (begin > end || end > delta.header.num_words) throw std::invalid_argument("begin and end must be in order and within the delta");
     const std::size_t first_block = std::size_t(begin / kBlockWords), num_read = end > begin ? std::size_t(blocks_of(end)) - first_block : 0;
     const u16 shift = u16(begin % kBlockWords);
-    std::vector<BlockPairs> parts(shares_of(num_threads, num_read));
+    std::vector<Pairs> parts(shares_of(num_threads, num_read));
     parallel(parts.size(), num_read, [&](std::size_t thread, std::size_t from, std::size_t to) {
         Workspace& ws = workspace();
         Changes& found = ws.changes;
-        BlockPairs& part = parts[thread];
+        Pairs& part = parts[thread];
         part.counts.resize(std::size_t(blocks_of(end - begin)) + 1);
         const std::size_t expected = std::size_t(std::min(delta.header.num_changed, end - begin)) / parts.size();
         part.positions.reserve(expected);
@@ -547,7 +547,7 @@ BlockPairs decode_pairs(View view, const u16* base, u64 begin, u64 end, int num_
             part.diffs.insert(part.diffs.end(), found.diffs + start, found.diffs + stop);
         }
     });
-    BlockPairs out = std::move(parts[0]);
+    Pairs out = std::move(parts[0]);
     for (std::size_t t = 1; t < parts.size(); ++t) {
         for (std::size_t i = 0; i < out.counts.size(); ++i) out.counts[i] += parts[t].counts[i];
         out.positions.insert(out.positions.end(), parts[t].positions.begin(), parts[t].positions.end());
@@ -557,16 +557,6 @@ BlockPairs decode_pairs(View view, const u16* base, u64 begin, u64 end, int num_
     const bool is_whole = begin == 0 && end == delta.header.num_words;
     if (out.diffs.size() > delta.header.num_changed || (is_whole && out.diffs.size() != delta.header.num_changed)) {
         throw Error(Fault::kCorrupt, "the delta has another number of changes than its header says");
-    }
-    return out;
-}
-
-Pairs decode(View view, const u16* base) {
-    BlockPairs found = decode_pairs(view, base, 0, parse(view).header.num_words, 1);
-    Pairs out{{}, std::move(found.diffs)};
-    out.positions.reserve(out.diffs.size());
-    for (std::size_t b = 0; b < found.counts.size(); ++b) {
-        for (u32 i = 0; i < found.counts[b]; ++i) out.positions.push_back(u64(b) * kBlockWords + found.positions[out.positions.size()]);
     }
     return out;
 }

@@ -69,13 +69,8 @@ struct Info {
     std::uint64_t num_blocks[6];  // by codec: empty, pairs, Rice, class Rice, bitmap, dense
 };
 
-struct Pairs {
-    std::vector<std::uint64_t> positions;  // ascending, relative to the first word of the delta
-    std::vector<std::uint16_t> diffs;
-};
-
 // The changes of a run of words as they lie in blocks: four bytes each.
-struct BlockPairs {
+struct Pairs {
     std::vector<std::uint32_t> counts;             // one per block of 65,536 words of the run
     std::vector<std::uint16_t> positions, diffs;  // positions are relative to their block and ascending in it
 };
@@ -109,12 +104,9 @@ Info validate(View delta, const std::uint16_t* base, int num_threads);
 // Add the deltas to the words in place, round after round: all of them, or none when any is refused.
 void apply(const std::vector<Round>& rounds, int num_threads);
 
-// Return positions and wrap differences. Level 2 needs `base`.
-Pairs decode(View delta, const std::uint16_t* base);
-
 // The inverse of `encode_pairs`, of the words from `begin` to `end` - 1 of the delta: their blocks are counted from `begin`. Only blocks with
 // a word of them are read and checked. Level 2 needs `base`, of all words of the delta.
-BlockPairs decode_pairs(View delta, const std::uint16_t* base, std::uint64_t begin, std::uint64_t end, int num_threads);
+Pairs decode_pairs(View delta, const std::uint16_t* base, std::uint64_t begin, std::uint64_t end, int num_threads);
 
 // Add changes of a tensor to copies of its words, and return how that changes the digest. Word `origin` + sum_d i_d * stride_d of the tensor is
 // words[sum_d i_d * to_stride_d]; strides descend, and no word comes twice. Changes of other words are left out. `first`: the word of the

@@ -45,9 +45,6 @@ def apply(deltas: Sequence[_Bytes], words: Sequence[_U16], *, num_threads: int =
 def apply_rounds(
     rounds: Sequence[tuple[Sequence[_Bytes], Sequence[_U16]]], *, num_threads: int = 1
 ) -> None: ...
-def decode(
-    delta: _Bytes, base: _U16 | None = None
-) -> tuple[np.ndarray[Any, np.dtype[np.uint64]], _U16]: ...
 def decode_pairs(
     delta: _Bytes,
     base: _U16 | None = None,

@@ -116,12 +116,12 @@ def compact_kernel(
 
 
 @triton.jit
-def _place(rest, dims_ptr, NUM_DIMS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def _place(rest, dims_ptr, num_dims) -> tuple[tl.tensor, tl.tensor]:
     """Return where words are that lie `rest` after the first of all places, and whether there is a
     place for them.
     """
     place, is_in = tl.zeros_like(rest), rest >= 0
-    for d in tl.static_range(NUM_DIMS):
+    for d in range(num_dims):
         size, stride = tl.load(dims_ptr + 3 * d), tl.load(dims_ptr + 3 * d + 1)
         i = rest // stride
         is_in = is_in & (i < size)
@@ -130,14 +130,18 @@ def _place(rest, dims_ptr, NUM_DIMS: tl.constexpr) -> tuple[tl.tensor, tl.tensor
     return place, is_in & (rest == 0)
 
 
-@triton.jit(do_not_specialize=["first", "origin"])
+@triton.jit(
+    # One program for all places, so that none is compiled while something waits.
+    do_not_specialize=["num_dims", "first", "origin", "num_words"],
+    do_not_specialize_on_alignment=["words_ptr", "positions_ptr", "diffs_ptr"],
+)
 def scatter_kernel(
-    words_ptr, positions_ptr, diffs_ptr, bounds_ptr, digest_ptr, dims_ptr, first, origin, num_words,
-    WRITES: tl.constexpr, NUM_DIMS: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
+    words_ptr, positions_ptr, diffs_ptr, bounds_ptr, digest_ptr, dims_ptr, num_dims, first, origin,
+    num_words, WRITES: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Add the diffs of a block and sum up the digest change; without WRITES only the latter.
-    `bounds`: the changes of block b are bounds[b] to bounds[b + 1] - 1. NUM_DIMS 0: words follow
-    each other.
+    `bounds`: the changes of block b are bounds[b] to bounds[b + 1] - 1. Without `dims`, words
+    follow each other.
     """
     block, turn = tl.program_id(0).to(tl.int64) // SPLIT, tl.program_id(0) % SPLIT
     begin, end = tl.load(bounds_ptr + block) + turn * CHUNK, tl.load(bounds_ptr + block + 1)
@@ -147,8 +151,8 @@ def scatter_kernel(
         is_in = change < end
         index = block * BLOCK_WORDS + _load_word(positions_ptr + change, is_in)
         place = index
-        if NUM_DIMS:
-            place, has_place = _place(first + index - origin, dims_ptr, NUM_DIMS)
+        if dims_ptr is not None:
+            place, has_place = _place(first + index - origin, dims_ptr, num_dims)
             is_in = is_in & has_place
         is_in = is_in & (place < num_words)
         old = _load_word(words_ptr + place, is_in)
@@ -273,8 +277,8 @@ def _scatter(
     if len(positions):
         grid = ((len(bounds_B1) - 1) * SCATTER["SPLIT"],)
         scatter_kernel[grid](
-            words, positions, diffs, bounds_B1, change, dims, first, origin, len(words),
-            WRITES=writes, NUM_DIMS=0 if dims is None else len(dims), **SCATTER,
+            words, positions, diffs, bounds_B1, change, dims, 0 if dims is None else len(dims),
+            first, origin, len(words), WRITES=writes, **SCATTER,
         )  # fmt: skip
     return change
 

@@ -34,6 +34,7 @@ from flowtrain.weights.load.target import (
     apply_batches,
     check_layout,
     slice_of,
+    warm_up,
     write_shard,
 )
 from flowtrain.weights.load.word_changes import (
@@ -105,6 +106,7 @@ class ShardedTarget:
     def prepare(self, batches: Sequence[DeltaBatch]) -> PreparedBatches:
         additions: list[dict[ShardKey, list[Addition]]] = []
         with side_stream(self._device) as room:
+            warm_up(self._device)
             for batch in batches:
                 additions.append({})
                 for key, blob in batch.items():

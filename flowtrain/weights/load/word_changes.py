@@ -79,4 +79,3 @@ def side_stream(device: torch.device) -> Iterator[int]:
         return
     with torch.cuda.stream(torch.cuda.Stream(device)):
         yield torch.cuda.mem_get_info(device)[0] // 2
-        torch.cuda.current_stream(device).synchronize()
