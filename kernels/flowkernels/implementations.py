@@ -17,6 +17,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def warps(num_threads: int) -> int:
+    """Return the warps of a program of at most 1024 threads: 32 of them each, on AMD 64."""
+    return max(1, num_threads // (64 if torch.version.hip else 32))
+
+
 def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
     """Return "triton" or "torch"; "auto" is Triton on a GPU, torch elsewhere and for float64."""
     if impl not in IMPLS:

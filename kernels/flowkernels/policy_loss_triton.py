@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flowkernels.implementations import warps
 from flowkernels.loss_spec import KLS, LossSpec
 from flowkernels.row_gradients_triton import backward_row, write_zeros
 from flowkernels.rows_triton import (
@@ -27,10 +28,10 @@ from flowkernels.statistics import NAMES, Column
 from flowkernels.targets import Targets
 from flowkernels.token_loss import KL_BOUND, TokenInputs
 
-STATISTICS = {"BLOCK": 512, "num_warps": 8}
-MERGE = {"BLOCK": 64, "num_warps": 4}
+STATISTICS = {"BLOCK": 512, "num_warps": warps(256)}
+MERGE = {"BLOCK": 64, "num_warps": warps(128)}
 """The merge takes the statistics of at most BLOCK programs."""
-SCALE = {"BLOCK": 4096, "num_warps": 8}
+SCALE = {"BLOCK": 4096, "num_warps": warps(256)}
 _LOSS_TYPES = {"clip": 0, "cispo": 1, "nll": 2}
 
 CISPO, NLL = tl.constexpr(_LOSS_TYPES["cispo"]), tl.constexpr(_LOSS_TYPES["nll"])

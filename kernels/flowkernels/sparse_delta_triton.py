@@ -12,18 +12,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flowkernels.implementations import warps
+
 BLOCK_WORDS = tl.constexpr(65536)
 STEP = tl.constexpr(0x9E3779B97F4A7C15)
 """From x of a word to that of the next, see `sparse_delta.py`."""
 WIDTH, LOADS = tl.constexpr(8), tl.constexpr(4)
 """Words of the digest that are one load of a thread, and loads that it has under way at once."""
-TILE = {"TILE": 2048, "num_warps": 8}
+TILE = {"TILE": 2048, "num_warps": warps(256)}
 """Eight words a thread: one load of 16 bytes from each tensor."""
 _TILES = BLOCK_WORDS.value // TILE["TILE"]
 """Tiles of a block."""
-SCATTER = {"CHUNK": 512, "SPLIT": 8, "num_warps": 4}
+SCATTER = {"CHUNK": 512, "SPLIT": 8, "num_warps": warps(128)}
 """SPLIT programs to a block take turns, CHUNK changes at a time; at 1 % two of them find work."""
-DIGEST = {"TILE": 2048, "NUM_TILES": 8, "num_warps": 8}
+DIGEST = {"TILE": 2048, "NUM_TILES": 8, "num_warps": warps(256)}
 
 
 @triton.jit

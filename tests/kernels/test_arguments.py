@@ -21,10 +21,12 @@ from flowkernels import (
     arguments,
     branch_points,
     branching_score,
+    layers_triton,
     logprobs,
     policy_loss,
+    rows_triton,
 )
-from flowkernels.implementations import resolve_impl
+from flowkernels.implementations import resolve_impl, warps
 from kernel_truth import IMPLS, Batch, on_device
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -206,6 +208,21 @@ def test_kernels_are_launched_on_the_device_of_what_they_are_given(
     given = [there] if is_several else there
     assert function("triton", given) == torch.device("cuda", 1) and entered == [None]
     assert function("triton", torch.zeros(4)) is None, "the interpreter's tensors are on the CPU"
+
+
+@pytest.mark.parametrize(("hip", "width"), [(None, 32), ("6.4", 64)])
+def test_programs_have_as_many_threads_wherever_they_run(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, width: int
+) -> None:
+    """A warp is twice as wide on AMD; more than 1024 threads start nowhere."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert [width * warps(num) for num in (128, 512, 1024)] == [128, 512, 1024] and warps(32) == 1
+    for num_warps in (4, 8, 16, 32):
+        options = rows_triton.Launch(num_warps).options(2)
+        assert options["num_warps"] * width == options["LANES"] == 32 * num_warps
+        assert ("maxnreg" in options) == (hip is None)
+    for launch in (layers_triton.norm_launch(2**16), layers_triton.rotary_launch(64, 8, 128)):
+        assert width <= launch["num_warps"] * width <= 1024
 
 
 def test_values_are_checked_on_the_cpu_and_on_a_gpu_that_is_debugged(
