@@ -156,12 +156,7 @@ def norm_launch(num_columns: int, per_warp: int = 1024) -> dict[str, Any]:
     columns = triton.next_power_of_2(num_columns)
     rows = max(1, _TILE // columns)
     num_warps = warps(32 * min(32, rows * columns // per_warp))
-    return {
-        "ROWS": rows,
-        "COLUMNS": columns,
-        "num_warps": warps(32 * num_warps),
-        "enable_fp_fusion": False,
-    }
+    return {"ROWS": rows, "COLUMNS": columns, "num_warps": num_warps, "enable_fp_fusion": False}
 
 
 def norm(hidden: Tensor, weight_D: Tensor, eps: float, form: str) -> Pair:

@@ -221,8 +221,8 @@ def test_programs_have_as_many_threads_wherever_they_run(
         options = rows_triton.Launch(num_warps).options(2)
         assert options["num_warps"] * width == options["LANES"] == 32 * num_warps
         assert ("maxnreg" in options) == (hip is None)
-    for launch in (layers_triton.norm_launch(2**16), layers_triton.rotary_launch(64, 8, 128)):
-        assert width <= launch["num_warps"] * width <= 1024
+    assert layers_triton.norm_launch(2**16)["num_warps"] * width == 1024
+    assert layers_triton.rotary_launch(64, 8, 128)["num_warps"] * width == 256
 
 
 def test_values_are_checked_on_the_cpu_and_on_a_gpu_that_is_debugged(
