@@ -51,7 +51,7 @@ def _scale(scale_ptr, num_columns, FORM: tl.constexpr, COLUMNS: tl.constexpr) ->
     return weight + 1.0 if FORM == "gemma" else weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def norm_kernel(
     hidden_ptr, scale_ptr, out_ptr, r_ptr, num_rows, num_columns, eps, FORM: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -66,7 +66,7 @@ def norm_kernel(
     tl.store(r_ptr + row, r, mask=row < num_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def norm_gradient_kernel(
     hidden_ptr, scale_ptr, r_ptr, dout_ptr, dhidden_ptr, dweight_ptr, num_rows, num_columns,
     FORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
