@@ -17,7 +17,6 @@ from toy_model import SHAPES, Toy, held_by, toy_weights
 from weight_samples import same_bits
 
 from flowtrain import _delta
-from flowtrain.inference.vllm import sharded_target
 from flowtrain.inference.vllm.plan import make_plan, prove
 from flowtrain.inference.vllm.sharded_target import LoadPlan, ShardedTarget
 from flowtrain.weights import (
@@ -180,8 +179,7 @@ def test_two_names_of_the_same_words_are_refused_in_any_order() -> None:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts of tensors that end within rows, and within what views have."""
-    for module in (sharded_target, word_changes):
-        monkeypatch.setattr(module, "PIECE_WORDS", 701)
+    monkeypatch.setattr(word_changes, "PIECE_WORDS", 701)
 
 
 @pytest.fixture(params=["host", "device"])
@@ -296,6 +294,32 @@ def test_what_is_staged_was_found_without_reading_a_weight(store: WeightStore) -
         assert bool((tensor.view(torch.int16) == -1).all()), "nor written one"
         tensor.copy_(kept[name])
     assert reader.load(3).mode == "delta" and reader.damaged() == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_gpu_adds_what_it_or_the_host_was_sent(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, has_room: bool
+) -> None:
+    publish(store)
+    toy = Toy()
+    toy.held = {name: tensor.cuda() for name, tensor in toy.held.items()}
+    reader = WeightReader(store, target_of(toy, toy_weights(0), SingleRank()))
+    reader.load(1)
+    if not has_room:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))
+    for version in (2, 3, 7):
+        prepared = reader.stage(version).result().prepared
+        found = [each for batch in prepared.additions for each in batch.values()]
+        devices = {changes.diffs.device.type for each in found for _, changes in each}
+        assert devices == {"cuda" if has_room else "cpu"}
+        assert reader.load(version).mode == "delta" and reader.damaged() == []
+    toy.held["down"].view(torch.int16)[0, 0] += 1
+    before = {name: tensor.clone() for name, tensor in toy.held.items()}
+    with pytest.raises(_delta.WrongBase):
+        reader._target.apply(prepared)
+    assert same_bits(toy.held, before), "taken back"
 
 
 def test_what_is_prepared_twice_is_the_same_and_is_applied_once(store: WeightStore) -> None:

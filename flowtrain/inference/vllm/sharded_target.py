@@ -37,12 +37,7 @@ from flowtrain.weights.load.target import (
     warm_up,
     write_shard,
 )
-from flowtrain.weights.load.word_changes import (
-    PIECE_WORDS,
-    WordChanges,
-    decode_pieces,
-    side_stream,
-)
+from flowtrain.weights.load.word_changes import WordChanges, decode_pieces, side_stream
 from flowtrain.weights.ranks import Ranks, gather
 
 Addition = tuple[StridedView, WordChanges]
@@ -218,9 +213,8 @@ class ShardedTarget:
             num_words += max(0, end - begin)
             for changes in decode_pieces(blob, first, begin, end, base, self.num_threads):
                 num_changed += len(changes.diffs)
-                stop = changes.first + PIECE_WORDS
-                met = [view for view in views if view.first < stop and changes.first < view.end]
-                yield met, changes
+                start, stop = changes.first, changes.end
+                yield [view for view in views if view.first < stop and start < view.end], changes
         if num_words == info["num_words"] and num_changed != info["num_changed"]:
             raise _delta.CorruptDelta(
                 f"the delta of {name!r} has another number of changes than its header says"

@@ -246,7 +246,7 @@ def warm_up(device: torch.device) -> None:
     """Do what the first `StridedView.scatter` on a device does once: the kernel is compiled."""
     one, zero = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int16)
     view = StridedView(zero.to(device), 0, 0, (1,), (1,), (1,))
-    view.scatter(WordChanges(0, one, zero, zero))
+    view.scatter(WordChanges(0, 1, one, zero, zero))
 
 
 def _add_on_device(words: Tensor, changes: WordChanges, origin: int, dims: _Dims, _: int) -> Tensor:

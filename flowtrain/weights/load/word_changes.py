@@ -25,6 +25,8 @@ class WordChanges:
 
     first: int
     """Index in the tensor of the word that blocks of 65,536 words are counted from."""
+    end: int
+    """Index after the run's last word."""
     counts: Tensor
     """int32: changes in each block."""
     positions: Tensor
@@ -43,7 +45,7 @@ class WordChanges:
         parts = [self.counts, self.positions, self.diffs]
         if device.type == "cuda":  # from pageable memory it would hold up launches of other threads
             parts = [part.pin_memory() for part in parts]
-        return WordChanges(self.first, *(part.to(device) for part in parts))
+        return WordChanges(self.first, self.end, *(part.to(device) for part in parts))
 
 
 def decode_pieces(
@@ -56,17 +58,13 @@ def decode_pieces(
         DeltaError: what is read of the delta is damaged.
     """
     for start in range(begin, end, PIECE_WORDS):
-        run = {"begin": start - first, "end": min(start + PIECE_WORDS, end) - first}
-        found = _delta.decode_pairs(blob, base, **run, num_threads=num_threads)
-        counts, positions, diffs = map(torch.from_numpy, _signed(*found))
-        if len(diffs):
-            yield WordChanges(start, counts, positions, diffs)
-
-
-def _signed(counts: np.ndarray, *pairs: U16) -> Iterator[np.ndarray]:
-    """View unsigned numbers as torch's kernels take them."""
-    yield counts.view(np.int32)
-    yield from (part.view(np.int16) for part in pairs)
+        stop = min(start + PIECE_WORDS, end)
+        counts, *pairs = _delta.decode_pairs(
+            blob, base, begin=start - first, end=stop - first, num_threads=num_threads
+        )
+        if len(pairs[0]):
+            signed = [counts.view(np.int32), *(part.view(np.int16) for part in pairs)]
+            yield WordChanges(start, stop, *map(torch.from_numpy, signed))
 
 
 @contextmanager
