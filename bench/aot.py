@@ -52,6 +52,10 @@ _OF_LAYERS = (
     "dhidden", "dgate", "dup",
 )  # fmt: skip
 """Tensors in the dtype of the model."""
+_LONG = (
+    "num_elements", "num_words", "first", "origin", "row_stride", "out_stride", "teacher_stride",
+)  # fmt: skip
+"""Numbers of 64 bits."""
 _POINTERS = {
     "targets_ptr": "*i64",
     "mask_ids_ptr": "*i64",
@@ -66,6 +70,7 @@ _POINTERS = {
     "tile_bounds_ptr": "*i64",
     "bounds_ptr": "*i64",
     "digest_ptr": "*i64",
+    "dims_ptr": "*i64",
     "mask_ptr": "*i1",
     "is_candidate_ptr": "*i1",
 }
@@ -150,7 +155,9 @@ def variants() -> Iterator[Variant]:
     yield from _layer_variants()
     merge = {"NUM": len(NAMES), **policy_loss_triton.MERGE}
     of_loss, of_tree, of_delta = policy_loss_triton, branching_triton, sparse_delta_triton
-    scatter, no_write = ({"WRITES": writes, **of_delta.SCATTER} for writes in (True, False))
+    strided = {"WRITES": True, **of_delta.SCATTER}
+    scatter: dict[str, Any] = {**strided, "dims_ptr": None}
+    no_write = {**scatter, "WRITES": False}
     yield Variant("scale", "bf16", of_loss.scale_kernel, of_loss.SCALE)
     yield Variant("scale", "fp32", of_loss.scale_kernel, of_loss.SCALE)
     yield Variant("statistics", "fp32", of_loss.statistics_kernel, of_loss.STATISTICS)
@@ -166,6 +173,7 @@ def variants() -> Iterator[Variant]:
     yield Variant("delta compact", "int16", of_delta.compact_kernel, of_delta.TILE)
     yield Variant("delta scatter", "int16", of_delta.scatter_kernel, scatter)
     yield Variant("delta scatter", "int16 no write", of_delta.scatter_kernel, no_write)
+    yield Variant("delta scatter", "int16 strided", of_delta.scatter_kernel, strided)
     yield Variant("delta digest", "int16", of_delta.digest_kernel, of_delta.DIGEST)
 
 
@@ -273,7 +281,7 @@ def _type(name: str, dtype: str) -> str:
         return f"*{logits if is_read or not gradient else gradient}"
     if name.endswith("_ptr"):
         return _POINTERS.get(name, "*fp32")
-    if name in ("num_elements", "num_words", "first", "row_stride", "out_stride", "teacher_stride"):
+    if name in _LONG:
         return "i64"
     is_number = name.startswith("num_") or name.endswith("_stride") or name == "size"
     return "i32" if is_number else "fp32"

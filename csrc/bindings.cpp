@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <optional>
 
 #include "delta.h"
@@ -16,6 +17,7 @@ namespace {
 using namespace flowtrain;
 
 using Words = py::array_t<std::uint16_t, py::array::c_style>;
+using Counts = py::array_t<std::uint32_t, py::array::c_style>;
 using Octets = py::array_t<std::uint8_t, py::array::c_style>;
 using Sums = std::pair<std::uint64_t, std::uint64_t>;
 using DeltasAndWords = std::pair<std::vector<Octets>, std::vector<Words>>;
@@ -73,7 +75,7 @@ Octets encode_words(const Words& old_words, const Words& new_words, std::uint64_
     return to_array(std::move(out));
 }
 
-Octets encode_found(const py::array_t<std::uint32_t, py::array::c_style>& counts, const Words& positions, const Words& diffs,
+Octets encode_found(const Counts& counts, const Words& positions, const Words& diffs,
                     std::size_t num_words, Sums change, std::uint64_t first, Sums base_digest, int num_threads) {
     if (std::size_t(counts.size()) != (num_words + kBlockWords - 1) / kBlockWords) {
         throw py::value_error("counts must have one number per block of 65,536 words");
@@ -88,6 +90,32 @@ Octets encode_found(const py::array_t<std::uint32_t, py::array::c_style>& counts
         out = encode_pairs(counts.data(), at, by, std::size_t(diffs.size()), num_words, to_digest(change), options);
     }
     return to_array(std::move(out));
+}
+
+py::tuple decode_blocks(const Octets& delta, const std::optional<Words>& base, std::uint64_t begin, std::optional<std::uint64_t> end,
+                        int num_threads) {
+    at_least_one(num_threads);
+    const std::uint16_t* const words = base_of(base, view(delta));
+    Pairs found;
+    {
+        GilFree free;
+        found = decode_pairs(view(delta), words, begin, end ? *end : info(view(delta)).num_words, num_threads);
+    }
+    return py::make_tuple(to_array(std::move(found.counts)), to_array(std::move(found.positions)), to_array(std::move(found.diffs)));
+}
+
+Sums scatter_to(Words& words, const Counts& counts, const Words& positions, const Words& diffs, std::uint64_t first, std::uint64_t origin,
+                const std::vector<std::array<std::uint64_t, 3>>& dims, int num_threads) {
+    if (positions.size() != diffs.size()) throw py::value_error("positions and diffs differ in length");
+    std::vector<Dim> places;
+    for (const auto& [size, stride, to_stride] : dims) places.push_back({size, stride, to_stride});
+    const std::vector<std::uint32_t> by_block(counts.data(), counts.data() + counts.size());
+    const std::uint16_t *const at = aligned(positions).data(), *const by = aligned(diffs).data();
+    aligned(words);
+    std::uint16_t* const to = words.mutable_data();  // raises when read-only
+    at_least_one(num_threads);
+    GilFree free;
+    return to_sums(scatter(to, std::size_t(words.size()), by_block, at, by, std::size_t(diffs.size()), first, origin, places, num_threads));
 }
 
 py::dict to_dict(const Info& info) {
@@ -183,17 +211,14 @@ PYBIND11_MODULE(_delta, m) {
           "Add each delta to its words in place: all of them, or none when one is refused.");
     m.def("apply_rounds", &apply_rounds, "rounds"_a.noconvert(), py::kw_only(), "num_threads"_a = 1,
           "`apply` for several pairs of deltas and words, one after another: all of them, or none when one is refused.");
-    m.def("decode",
-          [](const Octets& delta, const std::optional<Words>& base) {
-              const std::uint16_t* const words = base_of(base, view(delta));
-              Pairs pairs;
-              {
-                  GilFree free;
-                  pairs = decode(view(delta), words);
-              }
-              return std::make_pair(to_array(std::move(pairs.positions)), to_array(std::move(pairs.diffs)));
-          },
-          "delta"_a.noconvert(), "base"_a.noconvert() = py::none(), "Ascending positions (uint64) and wrap differences (uint16).");
+    m.def("decode_pairs", &decode_blocks, "delta"_a.noconvert(), "base"_a.noconvert() = py::none(), py::kw_only(), "begin"_a = 0,
+          "end"_a = py::none(), "num_threads"_a = 1,
+          "The inverse of `encode_pairs`, of words `begin` to `end` - 1 of the delta: changes per block of 65,536 words from `begin` on, "
+          "ascending positions in the block, wrap differences.");
+    m.def("scatter", &scatter_to, "words"_a.noconvert(), "counts"_a.noconvert(), "positions"_a.noconvert(), "diffs"_a.noconvert(), py::kw_only(),
+          "first"_a, "origin"_a, "dims"_a, "num_threads"_a = 1,
+          "Add changes of a tensor, whose blocks begin at its word `first`, to copies of its words, and return the digest change. Word `origin` "
+          "+ sum of i * stride is words[sum of i * to_stride], over `dims` of (size, stride, to_stride); other words are left out.");
     m.def("compose", &compose_all, "deltas"_a.noconvert(), "base"_a.noconvert() = py::none(), py::kw_only(), "level"_a = 1, "num_threads"_a = 1,
           "One delta for several that follow each other.");
     m.def("digest",

@@ -229,6 +229,29 @@ void read_block(const Parsed& delta, std::size_t block, const u16* old_words, Wo
     decode_block(delta.entry(block).codec, delta.payload(block), old_words, block_words(delta.header.num_words, block), ws, out);
 }
 
+// Bring the changes of a block of kClassRice into ascending order.
+void sort_changes(Workspace& ws) {
+    std::memset(ws.bitmap, 0, sizeof ws.bitmap);
+    for (std::size_t i = 0; i < ws.changes.n; ++i) {
+        const u16 at = ws.changes.positions[i];
+        ws.bitmap[at >> 6] |= u64(1) << (at & 63);
+        ws.new_words[at] = ws.changes.diffs[i];
+    }
+    ws.changes.n = kernels().positions(ws.bitmap, kBitmapWords, ws.changes.positions, nullptr, nullptr);
+    for (std::size_t i = 0; i < ws.changes.n; ++i) ws.changes.diffs[i] = ws.new_words[ws.changes.positions[i]];
+}
+
+// Where the pairs of each block begin, and where the last ones end.
+std::vector<std::size_t> starts_of(const u32* counts, std::size_t num_blocks, u64 num_words, std::size_t num_pairs) {
+    std::vector<std::size_t> starts(num_blocks + 1, 0);
+    for (std::size_t b = 0; b < num_blocks; ++b) {
+        if (counts[b] > block_words(num_words, b)) throw std::invalid_argument("counts[" + std::to_string(b) + "] exceeds the block");
+        starts[b + 1] = starts[b] + counts[b];
+    }
+    if (starts[num_blocks] != num_pairs) throw std::invalid_argument("counts do not add up to the number of pairs");
+    return starts;
+}
+
 void require_base(const Parsed& delta, const u16* base) {
     if (delta.header.level == 2 && !base) throw Error(Fault::kWrongBase, "a level 2 delta can only be read with its base weights");
 }
@@ -385,12 +408,7 @@ Bytes encode_pairs(const u32* counts, const u16* positions, const u16* diffs, st
                    const EncodeOptions& options) {
     if (options.level != 1) throw std::invalid_argument("pairs can only be encoded at level 1");
     const std::size_t num_blocks = blocks_of(num_words);
-    std::vector<std::size_t> starts(num_blocks + 1, 0);
-    for (std::size_t b = 0; b < num_blocks; ++b) {
-        if (counts[b] > block_words(num_words, b)) throw std::invalid_argument("counts[" + std::to_string(b) + "] exceeds the block");
-        starts[b + 1] = starts[b] + counts[b];
-    }
-    if (starts[num_blocks] != num_pairs) throw std::invalid_argument("counts do not add up to the number of pairs");
+    const std::vector<std::size_t> starts = starts_of(counts, num_blocks, num_words, num_pairs);
     std::vector<Part> parts(shares_of(options.num_threads, num_blocks));
     parallel(parts.size(), num_blocks, [&](std::size_t thread, std::size_t begin, std::size_t end) {
         Workspace& ws = workspace();
@@ -496,31 +514,99 @@ void apply(const std::vector<Round>& rounds, int num_threads) {
     }
 }
 
-Pairs decode(View view, const u16* base) {
+Pairs decode_pairs(View view, const u16* base, u64 begin, u64 end, int num_threads) {
     const Parsed delta = parse(view);
     require_base(delta, base);
-    Workspace& ws = workspace();
-    Pairs out;
-    for (std::size_t b = 0; b < delta.num_blocks(); ++b) {
-        delta.check_payload(b);
-        read_block(delta, b, block_of(base, b), ws, ws.changes);
-        if (delta.entry(b).codec == kClassRice) {  // into ascending order
-            std::memset(ws.bitmap, 0, sizeof ws.bitmap);
-            for (std::size_t i = 0; i < ws.changes.n; ++i) {
-                const u16 at = ws.changes.positions[i];
-                ws.bitmap[at >> 6] |= u64(1) << (at & 63);
-                ws.new_words[at] = ws.changes.diffs[i];
-            }
-            ws.changes.n = kernels().positions(ws.bitmap, kBitmapWords, ws.changes.positions, nullptr, nullptr);
-            for (std::size_t i = 0; i < ws.changes.n; ++i) ws.changes.diffs[i] = ws.new_words[ws.changes.positions[i]];
+    if (begin > end || end > delta.header.num_words) throw std::invalid_argument("begin and end must be in order and within the delta");
+    const std::size_t first_block = std::size_t(begin / kBlockWords), num_read = end > begin ? std::size_t(blocks_of(end)) - first_block : 0;
+    const u16 shift = u16(begin % kBlockWords);
+    std::vector<Pairs> parts(shares_of(num_threads, num_read));
+    parallel(parts.size(), num_read, [&](std::size_t thread, std::size_t from, std::size_t to) {
+        Workspace& ws = workspace();
+        Changes& found = ws.changes;
+        Pairs& part = parts[thread];
+        part.counts.resize(std::size_t(blocks_of(end - begin)) + 1);
+        const std::size_t expected = std::size_t(std::min(delta.header.num_changed, end - begin)) / parts.size();
+        part.positions.reserve(expected);
+        part.diffs.reserve(expected);
+        for (std::size_t i = from; i < to; ++i) {
+            const std::size_t b = first_block + i;
+            delta.check_payload(b);
+            read_block(delta, b, block_of(base, b), ws, found);
+            if (delta.entry(b).codec == kClassRice) sort_changes(ws);
+            // A block of the delta ends one block of the run and begins the next.
+            const auto place = [&](u64 word) {
+                const u64 at = std::clamp<u64>(word, u64(b) * kBlockWords, u64(b + 1) * kBlockWords) - u64(b) * kBlockWords;
+                return std::size_t(std::lower_bound(found.positions, found.positions + found.n, at) - found.positions);
+            };
+            const std::size_t start = place(begin), cut = place(u64(b) * kBlockWords + shift), stop = place(end);
+            if (i > 0) part.counts[i - 1] += u32(std::min(cut, stop) - start);
+            part.counts[i] += u32(stop - std::min(cut, stop));
+            for (std::size_t c = start; c < stop; ++c) found.positions[c] = u16(found.positions[c] - shift);
+            part.positions.insert(part.positions.end(), found.positions + start, found.positions + stop);
+            part.diffs.insert(part.diffs.end(), found.diffs + start, found.diffs + stop);
         }
-        for (std::size_t i = 0; i < ws.changes.n; ++i) out.positions.push_back(u64(b) * kBlockWords + ws.changes.positions[i]);
-        out.diffs.insert(out.diffs.end(), ws.changes.diffs, ws.changes.diffs + ws.changes.n);
+    });
+    Pairs out = std::move(parts[0]);
+    for (std::size_t t = 1; t < parts.size(); ++t) {
+        for (std::size_t i = 0; i < out.counts.size(); ++i) out.counts[i] += parts[t].counts[i];
+        out.positions.insert(out.positions.end(), parts[t].positions.begin(), parts[t].positions.end());
+        out.diffs.insert(out.diffs.end(), parts[t].diffs.begin(), parts[t].diffs.end());
     }
-    if (out.diffs.size() != delta.header.num_changed) {
+    out.counts.resize(std::size_t(blocks_of(end - begin)));
+    const bool is_whole = begin == 0 && end == delta.header.num_words;
+    if (out.diffs.size() > delta.header.num_changed || (is_whole && out.diffs.size() != delta.header.num_changed)) {
         throw Error(Fault::kCorrupt, "the delta has another number of changes than its header says");
     }
     return out;
+}
+
+Digest scatter(u16* words, std::size_t num_words, const std::vector<u32>& counts, const u16* positions, const u16* diffs, std::size_t num_pairs,
+               u64 first, u64 origin, const std::vector<Dim>& dims, int num_threads) {
+    const std::vector<std::size_t> starts = starts_of(counts.data(), counts.size(), u64(counts.size()) * kBlockWords, num_pairs);
+    u64 room = num_words;  // words from the last place to the end
+    if (room == 0) throw std::invalid_argument("the places reach beyond the words");
+    for (const Dim& dim : dims) {
+        if (dim.size == 0 || dim.stride == 0) throw std::invalid_argument("sizes and strides must not be zero");
+        if (dim.to_stride > 0 && dim.size - 1 > (room - 1) / dim.to_stride) throw std::invalid_argument("the places reach beyond the words");
+        room -= (dim.size - 1) * dim.to_stride;
+    }
+    std::vector<Digest> change(shares_of(num_threads, counts.size()));
+    parallel(change.size(), counts.size(), [&](std::size_t thread, std::size_t begin, std::size_t end) {
+        Workspace& ws = workspace();
+        Changes& met = ws.changes;
+        u64 offsets[512];  // of words that are on their way while the next ones are found
+        for (std::size_t b = begin; b < end; ++b) {
+            met.n = 0;
+            for (std::size_t c = starts[b]; c < starts[b + 1];) {
+                const std::size_t done = met.n, stop = std::min(c + std::size(offsets), starts[b + 1]);
+                for (; c < stop; ++c) {
+                    u64 rest = first + u64(b) * kBlockWords + positions[c] - origin, offset = 0;  // what is before the origin wraps: it is outside
+                    bool is_inside = true;
+                    for (const Dim& dim : dims) {
+                        const u64 i = dim.stride == 1 ? rest : rest / dim.stride;
+                        is_inside &= i < dim.size;
+                        offset += i * dim.to_stride;
+                        rest -= i * dim.stride;
+                    }
+                    if (!is_inside || rest != 0) continue;
+                    __builtin_prefetch(words + offset, 1);
+                    offsets[met.n - done] = offset;
+                    met.positions[met.n] = positions[c];
+                    met.diffs[met.n++] = diffs[c];
+                }
+                for (std::size_t i = done; i < met.n; ++i) {
+                    u16& word = words[offsets[i - done]];
+                    ws.old_of_changes[i] = word;
+                    word = u16(word + met.diffs[i]);
+                }
+            }
+            change[thread] += kernels().change(first + u64(b) * kBlockWords, met.positions, ws.old_of_changes, met.diffs, met.n);
+        }
+    });
+    Digest sum;
+    for (const Digest& part : change) sum += part;
+    return sum;
 }
 
 Bytes compose(const std::vector<View>& views, const u16* base, int level, int num_threads) {

@@ -69,9 +69,15 @@ struct Info {
     std::uint64_t num_blocks[6];  // by codec: empty, pairs, Rice, class Rice, bitmap, dense
 };
 
+// The changes of a run of words as they lie in blocks: four bytes each.
 struct Pairs {
-    std::vector<std::uint64_t> positions;  // ascending, relative to the first word of the delta
-    std::vector<std::uint16_t> diffs;
+    std::vector<std::uint32_t> counts;             // one per block of 65,536 words of the run
+    std::vector<std::uint16_t> positions, diffs;  // positions are relative to their block and ascending in it
+};
+
+// A dimension of words that are copied elsewhere: `size` of them, `stride` words apart there, `to_stride` here.
+struct Dim {
+    std::uint64_t size, stride, to_stride;
 };
 
 struct Patch {
@@ -98,8 +104,16 @@ Info validate(View delta, const std::uint16_t* base, int num_threads);
 // Add the deltas to the words in place, round after round: all of them, or none when any is refused.
 void apply(const std::vector<Round>& rounds, int num_threads);
 
-// Return positions and wrap differences. Level 2 needs `base`.
-Pairs decode(View delta, const std::uint16_t* base);
+// The inverse of `encode_pairs`, of the words from `begin` to `end` - 1 of the delta: their blocks are counted from `begin`. Only blocks with
+// a word of them are read and checked. Level 2 needs `base`, of all words of the delta.
+Pairs decode_pairs(View delta, const std::uint16_t* base, std::uint64_t begin, std::uint64_t end, int num_threads);
+
+// Add changes of a tensor to copies of its words, and return how that changes the digest. Word `origin` + sum_d i_d * stride_d of the tensor is
+// words[sum_d i_d * to_stride_d]; strides descend, and no word comes twice. Changes of other words are left out. `first`: the word of the
+// tensor that blocks are counted from. Nothing is written when it throws; with -diffs it puts every bit back.
+Digest scatter(std::uint16_t* words, std::size_t num_words, const std::vector<std::uint32_t>& counts, const std::uint16_t* positions,
+               const std::uint16_t* diffs, std::size_t num_pairs, std::uint64_t first, std::uint64_t origin, const std::vector<Dim>& dims,
+               int num_threads);
 
 // Compose consecutive deltas into one. With `base`, the words before the first, level 2 can be read and written, and a wrong base is
 // refused.

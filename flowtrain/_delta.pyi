@@ -4,6 +4,7 @@ from typing import Any
 import numpy as np
 
 _U16 = np.ndarray[Any, np.dtype[np.uint16]]
+_U32 = np.ndarray[Any, np.dtype[np.uint32]]
 _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 _Digest = tuple[int, int]
 
@@ -26,7 +27,7 @@ def encode(
     num_threads: int = 1,
 ) -> _Bytes: ...
 def encode_pairs(
-    counts: np.ndarray[Any, np.dtype[np.uint32]],
+    counts: _U32,
     positions: _U16,
     diffs: _U16,
     num_words: int,
@@ -44,9 +45,25 @@ def apply(deltas: Sequence[_Bytes], words: Sequence[_U16], *, num_threads: int =
 def apply_rounds(
     rounds: Sequence[tuple[Sequence[_Bytes], Sequence[_U16]]], *, num_threads: int = 1
 ) -> None: ...
-def decode(
-    delta: _Bytes, base: _U16 | None = None
-) -> tuple[np.ndarray[Any, np.dtype[np.uint64]], _U16]: ...
+def decode_pairs(
+    delta: _Bytes,
+    base: _U16 | None = None,
+    *,
+    begin: int = 0,
+    end: int | None = None,
+    num_threads: int = 1,
+) -> tuple[_U32, _U16, _U16]: ...
+def scatter(
+    words: _U16,
+    counts: _U32,
+    positions: _U16,
+    diffs: _U16,
+    *,
+    first: int,
+    origin: int,
+    dims: Sequence[tuple[int, int, int]],
+    num_threads: int = 1,
+) -> _Digest: ...
 def compose(
     deltas: Sequence[_Bytes], base: _U16 | None = None, *, level: int = 1, num_threads: int = 1
 ) -> _Bytes: ...

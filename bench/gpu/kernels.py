@@ -185,7 +185,7 @@ def layers(cases: Cases) -> None:
 
 def delta(cases: Cases) -> None:
     """The sparse-delta kernels beside a copy of the same words; 1 % of them change."""
-    from flowkernels.sparse_delta import diff_words, digest_words, scatter_words_
+    from flowkernels import diff_words, digest_words, scatter_words_
 
     num_words = 2**12 if cases.is_small else 2**30
 

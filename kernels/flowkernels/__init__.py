@@ -31,8 +31,6 @@ from flowkernels.sparse_delta import (
     diff_pieces,
     diff_words,
     diffs_to_host,
-    digest_at,
-    digest_words,
     scatter_words_,
 )
 from flowkernels.targets import SamplingMask
@@ -46,6 +44,7 @@ from flowkernels.token_loss import (
     token_loss,
 )
 from flowkernels.token_weights import token_weights
+from flowkernels.word_digests import digest_at, digest_words
 
 __version__ = "0.1.0"
 

@@ -10,11 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from flowkernels import branching
+from flowkernels.implementations import warps
 from flowkernels.rows_triton import clamp
 
 LIMIT, FLAT = tl.constexpr(branching.LOG_LIMIT), tl.constexpr(branching.FLAT)
 EPSILON = tl.constexpr(branching.EPSILON)
-LAUNCH = {"BLOCK": 512, "num_warps": 16}
+LAUNCH = {"BLOCK": 512, "num_warps": warps(512)}
 """A token a thread: with more of them, their loads would wait for one another."""
 
 

@@ -6,13 +6,20 @@ import functools
 import importlib
 import os
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from contextlib import nullcontext
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 IMPLS = ("auto", "triton", "torch")
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def warps(num_threads: int) -> int:
+    """Return the warps of a program of at most 1024 threads: 32 of them each, on AMD 64."""
+    return max(1, num_threads // (64 if torch.version.hip else 32))
 
 
 def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
@@ -33,7 +40,7 @@ def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype = torch.flo
 
 def with_launcher(module: str) -> Callable[[Callable[P, R]], Callable[Concatenate[str, P], R]]:
     """Decorate a reference: it gets a first argument, `impl`, and "triton" calls the function of
-    the same name in that module in its place.
+    the same name in that module in its place, on the device of its first tensor.
     """
 
     def decorate(reference: Callable[P, R]) -> Callable[Concatenate[str, P], R]:
@@ -42,7 +49,11 @@ def with_launcher(module: str) -> Callable[[Callable[P, R]], Callable[Concatenat
             if impl == "torch":
                 return reference(*args, **kwargs)
             launcher = getattr(importlib.import_module(module), reference.__name__)
-            result: R = launcher(*args, **kwargs)
+            first: Any = args[0]
+            tensor: Tensor = first if isinstance(first, Tensor) else first[0]
+            # Triton launches on the current device, which threads and other ranks may not share.
+            with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
+                result: R = launcher(*args, **kwargs)
             return result
 
         return function

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flowkernels.implementations import warps
 from flowkernels.layers import Gradients, Pair, Saved
 
-GATED: dict[str, Any] = {"BLOCK": 2048, "num_warps": 4, "enable_fp_fusion": False}
+GATED: dict[str, Any] = {"BLOCK": 2048, "num_warps": warps(128), "enable_fp_fusion": False}
 _TILE = 4096
 """Elements that a program of a norm has in hand, where a row is no longer."""
 GRADIENT_PER_WARP = 512
@@ -50,7 +51,7 @@ def _scale(scale_ptr, num_columns, FORM: tl.constexpr, COLUMNS: tl.constexpr) ->
     return weight + 1.0 if FORM == "gemma" else weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def norm_kernel(
     hidden_ptr, scale_ptr, out_ptr, r_ptr, num_rows, num_columns, eps, FORM: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -65,7 +66,7 @@ def norm_kernel(
     tl.store(r_ptr + row, r, mask=row < num_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def norm_gradient_kernel(
     hidden_ptr, scale_ptr, r_ptr, dout_ptr, dhidden_ptr, dweight_ptr, num_rows, num_columns,
     FORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -154,7 +155,7 @@ def norm_launch(num_columns: int, per_warp: int = 1024) -> dict[str, Any]:
     """Let a program take whole rows, several of them where they are short; `per_warp`: elements."""
     columns = triton.next_power_of_2(num_columns)
     rows = max(1, _TILE // columns)
-    num_warps = min(32, rows * columns // per_warp)
+    num_warps = warps(32 * min(32, rows * columns // per_warp))
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": num_warps, "enable_fp_fusion": False}
 
 
@@ -193,7 +194,7 @@ def rotary_launch(num_query_heads: int, num_key_heads: int, size: int) -> dict[s
     sizes = (num_query_heads, num_key_heads, size // 2)
     blocks = {name: triton.next_power_of_2(x) for name, x in zip(names, sizes, strict=True)}
     num_warps = min(8, max(1, blocks["QUERY_HEADS"] * blocks["HALF"] // 256))
-    return {**blocks, "num_warps": num_warps, "enable_fp_fusion": False}
+    return {**blocks, "num_warps": warps(32 * num_warps), "enable_fp_fusion": False}
 
 
 def rotate(heads: Pair, tables: Pair, inverse: bool) -> Pair:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flowkernels.implementations import warps
 from flowkernels.loss_spec import KLS, LossSpec
 from flowkernels.row_gradients_triton import backward_row, write_zeros
 from flowkernels.rows_triton import (
@@ -27,10 +28,10 @@ from flowkernels.statistics import NAMES, Column
 from flowkernels.targets import Targets
 from flowkernels.token_loss import KL_BOUND, TokenInputs
 
-STATISTICS = {"BLOCK": 512, "num_warps": 8}
-MERGE = {"BLOCK": 64, "num_warps": 4}
+STATISTICS = {"BLOCK": 512, "num_warps": warps(256)}
+MERGE = {"BLOCK": 64, "num_warps": warps(128)}
 """The merge takes the statistics of at most BLOCK programs."""
-SCALE = {"BLOCK": 4096, "num_warps": 8}
+SCALE = {"BLOCK": 4096, "num_warps": warps(256)}
 _LOSS_TYPES = {"clip": 0, "cispo": 1, "nll": 2}
 
 CISPO, NLL = tl.constexpr(_LOSS_TYPES["cispo"]), tl.constexpr(_LOSS_TYPES["nll"])
@@ -96,7 +97,7 @@ def _policy_term(
     return loss, slope, is_clipped
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "temperature_stride"])
 def loss_kernel(
     logits_ptr, out_ptr, targets_ptr, temperature_ptr, mask_ids_ptr, mask_offsets_ptr,
     mask_copy_ptr, advantage_ptr, weight_ptr, old_ptr, ref_ptr, column_ptr, num_rows, num_vocab,
@@ -166,7 +167,7 @@ def loss_kernel(
             write_zeros(row_out_ptr, num_vocab, ALIGNMENT, LANES=LANES, WIDTH=WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def statistics_kernel(
     column_ptr, weight_ptr, targets_ptr, loss_ptr, out_ptr, num_rows, BLOCK: tl.constexpr
 ) -> None:

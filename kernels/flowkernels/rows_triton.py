@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flowkernels.implementations import warps
 from flowkernels.targets import Targets
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -54,13 +55,12 @@ class Launch:
         """Block and compiler options for logits of this size; a load is 16 bytes of them, the
         widest there is.
         """
-        limit = {} if torch.version.hip else {"maxnreg": self.max_registers}
         return {
             "LANES": 32 * self.num_warps,
             "WIDTH": 16 // element_size,
-            "num_warps": self.num_warps,
+            "num_warps": warps(32 * self.num_warps),
             "enable_fp_fusion": self.contracts,
-            **limit,
+            **({} if torch.version.hip else {"maxnreg": self.max_registers}),
         }
 
 

@@ -19,7 +19,7 @@ scatter. B: blocks, C: changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,13 +27,9 @@ from torch import Tensor
 
 from flowkernels.arguments import checks_values
 from flowkernels.implementations import resolve_impl, with_launcher
+from flowkernels.word_digests import as_words, check_first, chunks, squares, weighted
 
 BLOCK_WORDS = 65536
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as int64, which wraps alike
-_XOR_LOW, _XOR_HIGH = 0x85EBCA6B, 0xC2B2AE35
-_LOW32 = 0xFFFFFFFF
-_CHUNK = 2**20
-"""Words of which the reference holds 64-bit copies at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,27 +59,6 @@ def _indices(counts: Tensor, positions: Tensor) -> Tensor:
     return block_C * BLOCK_WORDS + (positions.long() & 0xFFFF)
 
 
-def _coefficients(global_index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (c_a, c_b), int64, for int64 indices. A shift of int64 keeps its sign: hence masks."""
-    x = (global_index + 1) * _GOLDEN
-    r = ((x & _LOW32) ^ _XOR_LOW) * (((x >> 32) & _LOW32) ^ _XOR_HIGH)
-    high = (r >> 32) & _LOW32
-    return ((r & _LOW32) ^ high) | 1, high | 1
-
-
-def _weighted(squares: Tensor, global_index: Tensor) -> Tensor:
-    c_a, c_b = _coefficients(global_index)
-    return torch.stack([(squares * c_a).sum(), (squares * c_b).sum()])
-
-
-def _squares(words: Tensor) -> Tensor:
-    return (words.long() & 0xFFFF).square()
-
-
-def _chunks(num: int) -> Iterator[slice]:
-    return (slice(start, min(start + _CHUNK, num)) for start in range(0, num, _CHUNK))
-
-
 @with_launcher("flowkernels.sparse_delta_triton")
 def diff(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the fields of `WordDiff`."""
@@ -91,8 +66,8 @@ def diff(old: Tensor, new: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor, 
     counts = torch.bincount(index_C // BLOCK_WORDS, minlength=_num_blocks(len(old))).int()
     old_C, new_C = old[index_C], new[index_C]
     change = torch.zeros(2, dtype=torch.int64, device=old.device)
-    for chunk in _chunks(len(index_C)):
-        change += _weighted(_squares(new_C[chunk]) - _squares(old_C[chunk]), first + index_C[chunk])
+    for chunk in chunks(len(index_C)):
+        change += weighted(squares(new_C[chunk]) - squares(old_C[chunk]), first + index_C[chunk])
     return counts, (index_C % BLOCK_WORDS).short(), new_C - old_C, change
 
 
@@ -106,26 +81,43 @@ def diff_all(
 
 
 @with_launcher("flowkernels.sparse_delta_triton")
-def scatter(words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, first: int) -> Tensor:
+def scatter(
+    words: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    diffs: Tensor,
+    first: int,
+    dims: Tensor | None,
+    origin: int,
+) -> Tensor:
     """Add the diffs; return the digest change."""
     index_C = _indices(counts, positions)
     change = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for chunk in _chunks(len(index_C)):
-        old = words[index_C[chunk]]
-        new = old + diffs[chunk]
-        words[index_C[chunk]] = new
-        change += _weighted(_squares(new) - _squares(old), first + index_C[chunk])
+    for chunk in chunks(len(index_C)):
+        place = index = index_C[chunk]
+        diff = diffs[chunk]
+        if dims is not None:
+            place, has_place = _places(first + index - origin, dims)
+            place, index, diff = place[has_place], index[has_place], diff[has_place]
+        old = words[place]
+        new = old + diff
+        words[place] = new
+        change += weighted(squares(new) - squares(old), first + index)
     return change
 
 
-@with_launcher("flowkernels.sparse_delta_triton")
-def digest(words: Tensor, first: int) -> Tensor:
-    """Return the digest of a piece."""
-    total = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for chunk in _chunks(len(words)):
-        index = torch.arange(first + chunk.start, first + chunk.stop, device=words.device)
-        total += _weighted(_squares(words[chunk]), index)
-    return total
+def _places(rest: Tensor, dims: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where words are that lie `rest` after the first of all places, and whether there is a
+    place for them.
+    """
+    place, has_place = torch.zeros_like(rest), rest >= 0
+    # Strides descend, so division by each gives the index; what is left at the end is elsewhere.
+    for size, stride, to_stride in dims.tolist():
+        i = rest // stride
+        has_place &= i < size
+        place += i * to_stride
+        rest = rest - i * stride
+    return place, has_place & (rest == 0)
 
 
 @torch.library.custom_op("flowkernels::diff_words", mutates_args=())
@@ -145,18 +137,19 @@ def _(old: Tensor, new: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Ten
 
 @torch.library.custom_op("flowkernels::scatter_words_", mutates_args=("words",))
 def _scatter_op(
-    words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, first: int, impl: str
+    words: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    diffs: Tensor,
+    first: int,
+    dims: Tensor | None,
+    origin: int,
+    impl: str,
 ) -> Tensor:
-    return scatter(impl, words, counts, positions, diffs, first)
-
-
-@torch.library.custom_op("flowkernels::digest_words", mutates_args=())
-def _digest_op(words: Tensor, first: int, impl: str) -> Tensor:
-    return digest(impl, words, first)
+    return scatter(impl, words, counts, positions, diffs, first, dims, origin)
 
 
 @_scatter_op.register_fake
-@_digest_op.register_fake
 def _(words: Tensor, *_: object) -> Tensor:
     return words.new_empty(2, dtype=torch.int64)
 
@@ -174,8 +167,8 @@ def diff_words(old: Tensor, new: Tensor, first: int = 0, *, impl: str = "auto") 
         ValueError: an argument that does not fit, with its name and value.
     """
     impl = resolve_impl(impl, old.device)
-    old_words, new_words = _as_words("old", old), _new_words(old, new)
-    _check_first(first, len(old_words))
+    old_words, new_words = as_words("old", old), _new_words(old, new)
+    check_first(first, len(old_words))
     return WordDiff(*_diff_op(old_words, new_words, first, impl))
 
 
@@ -201,9 +194,9 @@ def diff_pieces(
     """
     if not olds:
         return []
-    words = [_as_words("old", old) for old in olds]
+    words = [as_words("old", old) for old in olds]
     for first, old in zip(firsts, words, strict=True):
-        _check_first(first, len(old))
+        check_first(first, len(old))
     impl = resolve_impl(impl, olds[0].device)
     diffs = diff_all(impl, words, lambda piece: _new_words(olds[piece], new_of(piece)), firsts)
     return [WordDiff(*fields) for fields in diffs]
@@ -237,6 +230,8 @@ def scatter_words_(
     diffs: Tensor,
     first: int = 0,
     *,
+    dims: Tensor | None = None,
+    origin: int = 0,
     impl: str = "auto",
 ) -> Tensor:
     """Add a delta to `words` in place, and return the digest change that this made to the words it
@@ -253,93 +248,40 @@ def scatter_words_(
         positions: int16 [C].
         diffs: int16 [C].
         first: index of the first word for the digest.
+        dims: int64 [D, 3], where `words` has a part of the delta's words in an order of its own:
+            rows of (size, stride, stride in `words`), of which the strides descend. The word of
+            index `origin` + sum i_d stride_d is words[sum i_d stride_in_words_d], with 0 <= i_d <
+            size_d; changes of other words are left out.
+        origin: with `dims`, the index of the word that is words[0].
         impl: "triton", "torch", or "auto" by the device.
 
     Raises:
         ValueError: an argument that does not fit, with its name and value.
     """
     impl = resolve_impl(impl, words.device)
-    flat = _as_words("words", words)
-    _check_first(first, len(flat))
-    _check_delta("counts", counts, torch.int32, _num_blocks(len(flat)), words.device)
+    flat = as_words("words", words)
+    num_blocks, limit = _num_blocks(len(flat)), len(flat)
+    if dims is not None:
+        num_blocks, limit = len(counts), len(counts) * BLOCK_WORDS
+        if (dims.dtype, dims.shape[1:], dims.device) != (torch.int64, (3,), words.device):
+            form = f"{dims.dtype} {tuple(dims.shape)} on {dims.device}".removeprefix("torch.")
+            raise ValueError(f"dims must be int64 [D, 3] on {words.device}, got {form}")
+    check_first(first, limit)
+    _check_delta("counts", counts, torch.int32, num_blocks, words.device)
     _check_delta("positions", positions, torch.int16, positions.numel(), words.device)
     _check_delta("diffs", diffs, torch.int16, len(positions), words.device)
     if checks_values(words.device):
-        _check_positions(counts, positions, len(flat))
-    change: Tensor = _scatter_op(flat, counts, positions, diffs, first, impl)
+        _check_positions(counts, positions, limit)
+    change: Tensor = _scatter_op(flat, counts, positions, diffs, first, dims, origin, impl)
     return change
 
 
-def digest_words(words: Tensor, first: int = 0, *, impl: str = "auto") -> Tensor:
-    """Return the digest of a piece, int64 [2]: the bits of two unsigned sums.
-
-    Args:
-        words: contiguous, any shape, of a dtype with an even number of bytes.
-        first: index of the first word; digests of pieces with their own `first` add up (mod 2^64)
-            to that of the whole.
-        impl: "triton", "torch", or "auto" by the device.
-
-    Raises:
-        ValueError: an argument that does not fit, with its name and value.
-    """
-    impl = resolve_impl(impl, words.device)
-    flat = _as_words("words", words)
-    _check_first(first, len(flat))
-    total: Tensor = _digest_op(flat, first, impl)
-    return total
-
-
-def digest_at(words: Tensor, index: Tensor) -> Tensor:
-    """Return the digest of scattered words, int64 [2]: `digest_words` of all words of a piece is
-    the sum of this over any partition of them.
-
-    Args:
-        words: int16, any shape.
-        index: int64, same shape and device: of each word, from the start of the tensor that the
-            digest is of.
-
-    Raises:
-        ValueError: an argument that does not fit, with its name and value.
-    """
-    has_dtypes = words.dtype == torch.int16 and index.dtype == torch.int64
-    if not has_dtypes or (words.shape, words.device) != (index.shape, index.device):
-        actual = " and ".join(f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (words, index))
-        raise ValueError(
-            "words must be int16 and index int64 of the same shape and device, got "
-            + actual.replace("torch.", "")
-        )
-    flat, flat_index = words.reshape(-1), index.reshape(-1)
-    total = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for chunk in _chunks(len(flat)):
-        total += _weighted(_squares(flat[chunk]), flat_index[chunk])
-    return total
-
-
 def _new_words(old: Tensor, new: Tensor) -> Tensor:
-    words = _as_words("new", new)
+    words = as_words("new", new)
     if (new.dtype, new.numel(), new.device) != (old.dtype, old.numel(), old.device):
         expected, actual = (f"{x.dtype} of {x.numel()} elements on {x.device}" for x in (old, new))
         raise ValueError(f"new must be {expected}, as old, got {actual}".replace("torch.", ""))
     return words
-
-
-def _as_words(name: str, tensor: Tensor) -> Tensor:
-    """View a tensor as int16 [n], sharing memory, without a gradient."""
-    if tensor.dtype.itemsize % 2:
-        actual = str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(f"{name} must have a dtype of an even number of bytes, got {actual}")
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous, got strides {tensor.stride()} for {tuple(tensor.shape)}"
-        )
-    return tensor.detach().view(-1).view(torch.int16)
-
-
-def _check_first(first: int, num_words: int) -> None:
-    if not 0 <= first < 2**63 - num_words:
-        raise ValueError(
-            f"first={first} must be in [0, 2^63 - {num_words}), so that every word has an index"
-        )
 
 
 def _check_delta(

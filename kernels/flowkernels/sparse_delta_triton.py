@@ -12,18 +12,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flowkernels.implementations import warps
+
 BLOCK_WORDS = tl.constexpr(65536)
 STEP = tl.constexpr(0x9E3779B97F4A7C15)
 """From x of a word to that of the next, see `sparse_delta.py`."""
 WIDTH, LOADS = tl.constexpr(8), tl.constexpr(4)
 """Words of the digest that are one load of a thread, and loads that it has under way at once."""
-TILE = {"TILE": 2048, "num_warps": 8}
+TILE = {"TILE": 2048, "num_warps": warps(256)}
 """Eight words a thread: one load of 16 bytes from each tensor."""
 _TILES = BLOCK_WORDS.value // TILE["TILE"]
 """Tiles of a block."""
-SCATTER = {"CHUNK": 512, "SPLIT": 8, "num_warps": 4}
+SCATTER = {"CHUNK": 512, "SPLIT": 8, "num_warps": warps(128)}
 """SPLIT programs to a block take turns, CHUNK changes at a time; at 1 % two of them find work."""
-DIGEST = {"TILE": 2048, "NUM_TILES": 8, "num_warps": 8}
+DIGEST = {"TILE": 2048, "NUM_TILES": 8, "num_warps": warps(256)}
 
 
 @triton.jit
@@ -115,13 +117,33 @@ def compact_kernel(
         tl.store(diffs_ptr + begin + slot, change, mask=change != 0)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit
+def _place(rest, dims_ptr, num_dims) -> tuple[tl.tensor, tl.tensor]:
+    """Return where words are that lie `rest` after the first of all places, and whether there is a
+    place for them.
+    """
+    place, is_in = tl.zeros_like(rest), rest >= 0
+    for d in range(num_dims):
+        size, stride = tl.load(dims_ptr + 3 * d), tl.load(dims_ptr + 3 * d + 1)
+        i = rest // stride
+        is_in = is_in & (i < size)
+        place += i * tl.load(dims_ptr + 3 * d + 2)
+        rest -= i * stride
+    return place, is_in & (rest == 0)
+
+
+@triton.jit(
+    # One program for all places, so that none is compiled while something waits.
+    do_not_specialize=["num_dims", "first", "origin", "num_words"],
+    do_not_specialize_on_alignment=["words_ptr", "positions_ptr", "diffs_ptr"],
+)
 def scatter_kernel(
-    words_ptr, positions_ptr, diffs_ptr, bounds_ptr, digest_ptr, first, num_words,
-    WRITES: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
+    words_ptr, positions_ptr, diffs_ptr, bounds_ptr, digest_ptr, dims_ptr, num_dims, first, origin,
+    num_words, WRITES: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Add the diffs of a block and sum up the digest change; without WRITES only the latter.
-    `bounds`: the changes of block b are bounds[b] to bounds[b + 1] - 1.
+    `bounds`: the changes of block b are bounds[b] to bounds[b + 1] - 1. Without `dims`, words
+    follow each other.
     """
     block, turn = tl.program_id(0).to(tl.int64) // SPLIT, tl.program_id(0) % SPLIT
     begin, end = tl.load(bounds_ptr + block) + turn * CHUNK, tl.load(bounds_ptr + block + 1)
@@ -130,11 +152,15 @@ def scatter_kernel(
         change = start + tl.arange(0, CHUNK)
         is_in = change < end
         index = block * BLOCK_WORDS + _load_word(positions_ptr + change, is_in)
-        is_in = is_in & (index < num_words)
-        old = _load_word(words_ptr + index, is_in)
+        place = index
+        if dims_ptr is not None:
+            place, has_place = _place(first + index - origin, dims_ptr, num_dims)
+            is_in = is_in & has_place
+        is_in = is_in & (place < num_words)
+        old = _load_word(words_ptr + place, is_in)
         new = (old + _load_word(diffs_ptr + change, is_in)) & 0xFFFF
         if WRITES:
-            tl.store(words_ptr + index, new.to(tl.int16), mask=is_in)
+            tl.store(words_ptr + place, new.to(tl.int16), mask=is_in)
         gain = _square(new, 1) - _square(old, 1)  # 0 where masked: there word and diff are 0
         c_a, c_b = _coefficients(_x(first + index), 1)
         a += _weigh(gain, c_a)
@@ -222,23 +248,40 @@ def _compact(old: Tensor, new: Tensor, tile_bounds: Tensor, num: int, first: int
     return bounds_B1.diff().int(), positions, diffs, change
 
 
-def scatter(words: Tensor, counts: Tensor, positions: Tensor, diffs: Tensor, first: int) -> Tensor:
+def scatter(
+    words: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    diffs: Tensor,
+    first: int,
+    dims: Tensor | None,
+    origin: int,
+) -> Tensor:
     """Launcher, see `sparse_delta.scatter`."""
     # Bounds that never point outside the changes, whatever the counts hold.
     bounds_B1 = F.pad(counts.cumsum(0, dtype=torch.int64), (1, 0)).clamp_(0, len(positions))
-    return _scatter(words, bounds_B1, positions, diffs, first, writes=True)
+    return _scatter(words, bounds_B1, positions, diffs, first, dims, origin, writes=True)
 
 
 def _scatter(
-    words: Tensor, bounds_B1: Tensor, positions: Tensor, diffs: Tensor, first: int, *, writes: bool
+    words: Tensor,
+    bounds_B1: Tensor,
+    positions: Tensor,
+    diffs: Tensor,
+    first: int,
+    dims: Tensor | None = None,
+    origin: int = 0,
+    *,
+    writes: bool,
 ) -> Tensor:
     """Return the digest change; nothing is written if not `writes`."""
     change = torch.zeros(2, dtype=torch.int64, device=words.device)
     if len(positions):
         grid = ((len(bounds_B1) - 1) * SCATTER["SPLIT"],)
         scatter_kernel[grid](
-            words, positions, diffs, bounds_B1, change, first, len(words), WRITES=writes, **SCATTER
-        )
+            words, positions, diffs, bounds_B1, change, dims, 0 if dims is None else len(dims),
+            first, origin, len(words), WRITES=writes, **SCATTER,
+        )  # fmt: skip
     return change
 
 

@@ -139,3 +139,35 @@ def test_a_spill_is_an_error_that_names_its_kernel(
     assert "score" in capsys.readouterr().out
     monkeypatch.setattr(aot, "table", lambda *_, **__: [row])
     aot.main()
+
+
+def test_no_kernel_is_compiled_again_for_another_number_of_rows() -> None:
+    """Triton makes one program for 1, one for multiples of 16 and one for the rest, seconds each,
+    whenever a row first has so many tokens.
+    """
+    code = (
+        "import importlib, json, triton\n"
+        "found = {}\n"
+        "for name in ('layers', 'logprobs', 'policy_loss'):\n"
+        "    for kernel in vars(importlib.import_module(f'flowkernels.{name}_triton')).values():\n"
+        "        for param in getattr(kernel, 'params', ()):\n"
+        "            names = ('num_rows', 'temperature_stride')\n"
+        "            if param.name in names and kernel.__name__.endswith('_kernel'):\n"
+        "                found[f'{kernel.__name__} {param.name}'] = param.do_not_specialize\n"
+        "print(json.dumps(found))"
+    )
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=plain,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    assert {name for name in found if name.endswith("num_rows")} >= {
+        f"{kernel}_kernel num_rows"
+        for kernel in ("score", "gradient", "loss", "norm", "statistics")
+    }
+    assert all(found.values()), found

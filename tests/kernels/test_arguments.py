@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,15 @@ from flowkernels import (
     arguments,
     branch_points,
     branching_score,
+    layers_triton,
     logprobs,
     policy_loss,
+    rows_triton,
 )
-from flowkernels.implementations import resolve_impl
+from flowkernels.implementations import resolve_impl, warps
 from kernel_truth import IMPLS, Batch, on_device
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 NUM, VOCAB = 4, 6
 
@@ -171,6 +176,53 @@ def test_auto_is_triton_on_a_gpu_and_torch_on_the_cpu() -> None:
     assert resolve_impl("auto", torch.device("cuda", 0)) == "triton"
     assert resolve_impl("auto", torch.device("cuda", 0), torch.float64) == "torch"
     assert resolve_impl("auto", torch.device("cpu")) == "torch"
+
+
+@pytest.mark.parametrize(
+    ("module", "launcher", "is_several"),
+    [
+        ("sparse_delta", "diff", False),
+        ("sparse_delta", "diff_all", True),
+        ("layers", "norm_gradient", True),
+        ("policy_loss", "run_loss", False),
+    ],
+)
+def test_kernels_are_launched_on_the_device_of_what_they_are_given(
+    monkeypatch: pytest.MonkeyPatch, module: str, launcher: str, is_several: bool
+) -> None:
+    """Triton launches on the current device, which is the first one on a thread of one's own."""
+    entered: list[torch.device | None] = [None]
+
+    @contextmanager
+    def enter(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    kernels = importlib.import_module(f"flowkernels.{module}_triton")
+    monkeypatch.setattr(kernels, launcher, lambda *_: entered[-1])
+    function = getattr(importlib.import_module(f"flowkernels.{module}"), launcher)
+    with FakeTensorMode():
+        there = torch.empty(4, device="cuda:1")
+    given = [there] if is_several else there
+    assert function("triton", given) == torch.device("cuda", 1) and entered == [None]
+    assert function("triton", torch.zeros(4)) is None, "the interpreter's tensors are on the CPU"
+
+
+@pytest.mark.parametrize(("hip", "width"), [(None, 32), ("6.4", 64)])
+def test_programs_have_as_many_threads_wherever_they_run(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, width: int
+) -> None:
+    """A warp is twice as wide on AMD; more than 1024 threads start nowhere."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert [width * warps(num) for num in (128, 512, 1024)] == [128, 512, 1024] and warps(32) == 1
+    for num_warps in (4, 8, 16, 32):
+        options = rows_triton.Launch(num_warps).options(2)
+        assert options["num_warps"] * width == options["LANES"] == 32 * num_warps
+        assert ("maxnreg" in options) == (hip is None)
+    assert layers_triton.norm_launch(2**16)["num_warps"] * width == 1024
+    assert layers_triton.rotary_launch(64, 8, 128)["num_warps"] * width == 256
 
 
 def test_values_are_checked_on_the_cpu_and_on_a_gpu_that_is_debugged(

@@ -322,6 +322,34 @@ def test_without_checks_the_kernel_still_stays_within_its_tensors(
     assert digest(made) == numpy_digest(unsigned(words), 0)
 
 
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(st.data())
+def test_words_at_places_of_their_own_take_their_part_of_the_changes(data: st.DataObject) -> None:
+    """A cut of rows and every so many columns, transposed: what lies outside changes nothing."""
+    rows, columns, step = 12, 5, data.draw(st.integers(1, 3))
+    stride = data.draw(st.integers(columns * step, 6000))
+    old, new = random_change(rows * stride + 9, 0.3, seed=stride)
+    skipped = data.draw(st.integers(0, 40))  # words before the first block
+    origin = data.draw(st.integers(0, 9))
+    index = origin + np.arange(rows)[:, None] * stride + step * np.arange(columns)
+    grid_old, grid_new = old[index], new[index]
+    is_met = (grid_old != grid_new) & (index >= skipped)
+    wanted = np.where(is_met, grid_new, grid_old)
+    for impl in IMPLS:
+        diff = diff_words(tensor(old[skipped:], impl), tensor(new[skipped:], impl), impl=impl)
+        words = tensor(np.ascontiguousarray(grid_old.T), impl).view(-1)
+        dims = torch.tensor([[rows, stride, 1], [columns, step, rows]], device=words.device)
+        fields = words, diff.counts, diff.positions
+        where: dict[str, Any] = {"first": skipped, "dims": dims, "origin": origin, "impl": impl}
+        made = scatter_words_(*fields, diff.diffs, **where)
+        np.testing.assert_array_equal(unsigned(words).reshape(columns, rows), wanted.T)
+        met = torch.from_numpy(index[is_met])
+        ends = [torch.from_numpy(x[is_met].view(np.int16)) for x in (grid_new, grid_old)]
+        assert digest(made) == digest(digest_at(ends[0], met) - digest_at(ends[1], met))
+        scatter_words_(*fields, -diff.diffs, **where)
+        np.testing.assert_array_equal(unsigned(words).reshape(columns, rows), grid_old.T)
+
+
 # ---- as PyTorch sees it
 
 
@@ -335,7 +363,8 @@ def test_operators_pass_opcheck(impl: str, num: int) -> None:
     ops = torch.ops.flowkernels
     torch.library.opcheck(ops.diff_words.default, (old, new, 3, impl))
     torch.library.opcheck(
-        ops.scatter_words_.default, (old, diff.counts, diff.positions, diff.diffs, 3, impl)
+        ops.scatter_words_.default,
+        (old, diff.counts, diff.positions, diff.diffs, 3, None, 0, impl),
     )
     torch.library.opcheck(ops.digest_words.default, (old, 3, impl))
 

@@ -141,7 +141,15 @@ void try_case(Case& c, const Vec& mutated) {
     const bool readable = attempt([&] { i = info(view); });
     const std::uint16_t* const base = readable && i.num_words == words.size() && below(2) ? c.old_words.data() : nullptr;
     attempt([&] { validate(view, base, threads); });
-    attempt([&] { decode(view, base); });
+    const std::size_t end = below(std::size_t(i.num_words) + 1), begin = below(end + 1);
+    attempt([&] {
+        const Pairs pairs = decode_pairs(view, base, begin, end, threads);
+        Words part(end - begin);
+        if (!part.empty()) {
+            scatter(part.data(), part.size(), pairs.counts, pairs.positions.data(), pairs.diffs.data(), pairs.diffs.size(), begin, begin,
+                    {{part.size(), 1, 1}}, threads);
+        }
+    });
     attempt([&] { compose({view, view}, base, 1, threads); });
 }
 

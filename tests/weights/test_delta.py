@@ -84,6 +84,12 @@ def minus(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     return (a[0] - b[0]) % 2**64, (a[1] - b[1]) % 2**64
 
 
+def decoded(delta: np.ndarray, base: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Positions in the whole delta, and differences."""
+    counts, positions, diffs = _delta.decode_pairs(delta, base)
+    return np.repeat(np.arange(len(counts)), counts) * 65536 + positions, diffs
+
+
 def resealed(delta: np.ndarray) -> np.ndarray:
     """With the checksum of header and directory made right again."""
     data = bytearray(delta.tobytes())
@@ -187,7 +193,7 @@ def test_composed_deltas_equal_direct_ones(
     found = (told["base_digest"], told["target_digest"])
     assert found == (_delta.digest(old, first=first), _delta.digest(new, first=first))
     assert delta.size <= 72 + 12 * sum(told["num_blocks"]) + 2 * num_words
-    positions, diffs = _delta.decode(delta, old)
+    positions, diffs = decoded(delta, old)
     assert np.array_equal(positions, np.flatnonzero(old != new))
     assert np.array_equal(diffs, (new - old)[old != new])
     assert np.array_equal(applied(delta, old, num_threads), new)
@@ -202,7 +208,7 @@ def test_composed_deltas_equal_direct_ones(
     assert np.array_equal(_delta.compose([delta, back], old), delta_of(old, old, 1, first))
     if level == other_level == 1:  # what stands alone is composed alone
         assert np.array_equal(_delta.compose([delta, more]), both)
-        assert np.array_equal(_delta.decode(delta)[0], positions) and _delta.validate(delta) == told
+        assert np.array_equal(decoded(delta)[0], positions) and _delta.validate(delta) == told
 
 
 def test_all_values_to_all_values() -> None:
@@ -261,7 +267,7 @@ def test_instruction_sets_agree(name: str, isa: Callable[[str], None]) -> None:
                     new = changed(old, density, kind)
                     delta = delta_of(old, new, level, first=11)
                     back = delta_of(new, old, 2, first=11)
-                    positions, diffs = _delta.decode(delta, old)
+                    positions, diffs = decoded(delta, old)
                     for result in (
                         delta,
                         back,
@@ -304,6 +310,70 @@ def test_pairs_give_the_bytes_of_encode(num_words: int, version: Any, num_thread
         *pairs_of(old, new), num_words, change, first=9, base_digest=base, num_threads=num_threads
     )
     assert np.array_equal(ours, delta_of(old, new, first=9))
+    for told, found in zip(pairs_of(old, new), _delta.decode_pairs(ours), strict=True):
+        assert told.dtype == found.dtype and np.array_equal(told, found)
+
+
+@given(st.sampled_from(SIZES), versions, st.sampled_from([1, 2]), st.integers(1, 3), st.data())
+@settings(max_examples=100, deadline=None)
+def test_pairs_of_any_run_are_added_to_it_and_taken_back(
+    num_words: int, version: Any, level: int, num_threads: int, data: st.DataObject
+) -> None:
+    old = weights(num_words)
+    new = changed(old, *version)
+    end = data.draw(st.integers(0, num_words))
+    begin = data.draw(st.integers(0, end) | st.sampled_from(range(0, end + 1, 65536)))
+    delta = delta_of(old, new, level, first=9)
+    run = {"begin": begin, "end": end, "num_threads": num_threads}
+    pairs = _delta.decode_pairs(delta, old, **run)
+    for told, found in zip(pairs_of(old[begin:end], new[begin:end]), pairs, strict=True):
+        assert np.array_equal(told, found)
+    if begin == end:
+        return
+    counts, positions, diffs = pairs
+    words, first = old[begin:end].copy(), 9 + begin
+    where: Any = {"first": first, "origin": first, "dims": [(len(words), 1, 1)]}
+    made = _delta.scatter(words, counts, positions, diffs, **where, num_threads=num_threads)
+    assert np.array_equal(words, new[begin:end])
+    both = [_delta.digest(part[begin:end], first=first) for part in (new, old)]
+    assert made == minus(*both)
+    _delta.scatter(words, counts, positions, -diffs, **where)
+    assert np.array_equal(words, old[begin:end])
+
+
+@given(
+    st.integers(1, 30),
+    st.integers(1, 40),
+    st.integers(0, 9000),
+    st.sampled_from(SIZES),
+    st.integers(0, 200),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
+@settings(max_examples=100, deadline=None)
+def test_pairs_go_to_places_of_their_own(
+    rows: int, columns: int, gap: int, num_words: int, origin: int, step: int, num_threads: int
+) -> None:
+    """A cut of rows and every so many columns, turned; it may reach beyond the delta."""
+    first, stride = 100, columns * step + gap
+    old = weights(max(first + num_words, origin + rows * stride))
+    new = old.copy()
+    piece = slice(first, first + num_words)
+    new[piece] = changed(old[piece], 0.3, "any")
+    cut = origin + np.arange(rows)[:, None] * stride + step * np.arange(columns)
+    words = old[cut].T.ravel()
+    made = _delta.scatter(
+        words,
+        *pairs_of(old[piece], new[piece]),
+        first=first,
+        origin=origin,
+        dims=[(rows, stride, 1), (columns, step, rows)],
+        num_threads=num_threads,
+    )
+    assert np.array_equal(words.reshape(columns, rows).T, new[cut])
+    both = old.copy()
+    both[cut] = new[cut]
+    assert made == minus(_delta.digest(both), _delta.digest(old))
 
 
 @pytest.mark.parametrize(
@@ -350,7 +420,18 @@ def lets_others_run(call: Callable[[], Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", ["encode", "encode_pairs", "apply", "validate", "decode", "compose", "digest", "xxh3"]
+    "name",
+    [
+        "encode",
+        "encode_pairs",
+        "apply",
+        "validate",
+        "decode_pairs",
+        "scatter",
+        "compose",
+        "digest",
+        "xxh3",
+    ],
 )
 def test_the_gil_is_released(name: str) -> None:
     old = weights(65536)
@@ -365,7 +446,10 @@ def test_the_gil_is_released(name: str) -> None:
         "encode_pairs": lambda: _delta.encode_pairs(*pairs, 65536, (0, 0)),
         "apply": lambda: (_delta.apply([delta], [words]), _delta.apply([back], [words])),
         "validate": lambda: _delta.validate(delta, old),
-        "decode": lambda: _delta.decode(delta),
+        "decode_pairs": lambda: _delta.decode_pairs(delta),
+        "scatter": lambda: _delta.scatter(
+            words, *pairs, first=0, origin=0, dims=[(len(words), 1, 1)]
+        ),
         "compose": lambda: _delta.compose([delta, back]),
         "digest": lambda: _delta.digest(old),
         "xxh3": lambda: _delta.xxh3(data),

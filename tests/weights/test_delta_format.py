@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from delta_reader import read
-from test_delta import CODECS, changed, delta_of, weights
+from test_delta import CODECS, changed, decoded, delta_of, weights
 
 from flowtrain import _delta
 
@@ -37,7 +37,7 @@ def test_a_reader_written_from_the_page_agrees_with_the_codec(
     delta = delta_of(old, new, level, first=12345)
     if codec:
         assert _delta.info(delta)["num_blocks"][CODECS.index(codec)] > 0
-    positions, diffs = _delta.decode(delta, old)
+    positions, diffs = decoded(delta, old)
     found = read(delta.tobytes(), old.tolist())
     assert found == list(zip(positions.tolist(), diffs.tolist(), strict=True))
     assert np.array_equal(old[positions] + diffs, new[positions])

@@ -117,7 +117,7 @@ def test_a_wrong_header_under_right_checksums_is_undone(
 def test_a_wrong_number_of_changes_is_refused_by_whoever_reads_them() -> None:
     delta = delta_of(OLD, NEW)
     delta[24] ^= 7
-    for function in (_delta.validate, _delta.decode):
+    for function in (_delta.validate, _delta.decode_pairs):
         with pytest.raises(_delta.CorruptDelta, match="another number of changes"):
             function(resealed(delta))
 
@@ -129,7 +129,7 @@ def test_a_codec_of_level_2_in_a_delta_of_level_1_is_refused() -> None:
     delta[5] = 1
     forged = resealed(delta)
     refused(_delta.CorruptDelta, forged, match="directory is contradictory at block 0")
-    for function in (_delta.info, _delta.decode):
+    for function in (_delta.info, _delta.decode_pairs):
         with pytest.raises(_delta.CorruptDelta, match="directory is contradictory"):
             function(forged)
 
@@ -142,7 +142,7 @@ def test_resealing_is_that_of_the_codec() -> None:
 def test_a_huge_size_is_refused_before_memory_is_allocated() -> None:
     delta = delta_of(OLD, NEW)
     delta[8:16] = 0xFF
-    for function in (_delta.info, _delta.validate, _delta.decode):
+    for function in (_delta.info, _delta.validate, _delta.decode_pairs):
         with pytest.raises(_delta.CorruptDelta, match="directory"):
             function(delta)
 
@@ -264,7 +264,7 @@ def test_compose_refuses_a_wrong_base(level: int) -> None:
 def test_level_2_needs_its_base() -> None:
     delta = delta_of(OLD, NEW, 2)
     calls: list[Callable[[Any], Any]] = [
-        _delta.decode,
+        _delta.decode_pairs,
         _delta.validate,
         lambda delta: _delta.compose([delta]),
     ]
@@ -285,6 +285,16 @@ READ_ONLY.flags.writeable = False
 OTHERS = (OLD.view(np.int16), OLD.astype(">u2"), np.repeat(OLD, 2)[::2], OLD.tolist())
 """Of another type, byte order and stride, and no array."""
 DELTA = delta_of(OLD, NEW)
+PAIRS = _delta.decode_pairs(DELTA)
+
+
+def scattered(*pairs: np.ndarray, words: np.ndarray = OLD, **options: Any) -> None:
+    """To a copy; `words` as they are where they cannot be written to."""
+    words = words.copy() if words is OLD else words
+    run: dict[str, Any] = {"first": 0, "origin": 0, "dims": [(len(words), 1, 1)]}
+    _delta.scatter(words, *(pairs or PAIRS), **(run | options))
+
+
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     *((lambda words=words: _delta.encode(words, words), TypeError, "") for words in OTHERS),
     *((lambda words=words: _delta.apply([DELTA], [words]), TypeError, "") for words in OTHERS),
@@ -297,6 +307,30 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: _delta.apply([delta_of(OLD, OLD)], [ODD]), ValueError, "even address"),
     (lambda: _delta.apply([DELTA], []), ValueError, "differ in length"),
     (lambda: _delta.encode(OLD, NEW[:10]), _delta.WrongLayout, "140000 words, new has 10"),
+    *(
+        (
+            lambda run=run: _delta.decode_pairs(DELTA, begin=run[0], end=run[1]),
+            *(ValueError, "begin and end must be in order and within the delta"),
+        )
+        for run in ((2, 1), (0, len(OLD) + 1), (2**63, 2**64 - 1), (len(OLD) + 1, None))
+    ),
+    *(
+        (lambda dims=dims: scattered(dims=dims), ValueError, "the places reach beyond the words")
+        for dims in (
+            [(len(OLD) + 1, 1, 1)],
+            [(2, 9, 1), (len(OLD), 1, 1)],
+            [(2**62, 9, 4), (1, 1, 1)],
+            [(3, 9, 2**63), (1, 1, 1)],
+        )
+    ),
+    (lambda: scattered(dims=[(0, 1, 1)]), ValueError, "must not be zero"),
+    (lambda: scattered(dims=[(1, 0, 1)]), ValueError, "must not be zero"),
+    (lambda: scattered(dims=[], words=OLD[:0].copy()), ValueError, "reach beyond the words"),
+    (lambda: scattered(words=READ_ONLY), ValueError, "not writeable"),
+    (lambda: scattered(words=OLD.view(np.int16)), TypeError, ""),
+    (lambda: scattered(PAIRS[0], PAIRS[1], PAIRS[2][1:]), ValueError, "differ in length"),
+    (lambda: scattered(PAIRS[0][1:], *PAIRS[1:]), ValueError, "do not add up"),
+    (lambda: scattered(PAIRS[0] + np.uint32(70_000), *PAIRS[1:]), ValueError, "exceeds the block"),
     *(
         (
             lambda level=level: _delta.encode(OLD, NEW, level=level),

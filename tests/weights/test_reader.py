@@ -87,13 +87,13 @@ def test_a_late_reader_applies_all_deltas_or_none(
 ) -> None:
     reader, own = reader_at(full, start)
     path = reader.stage(end).result()
-    assert path.start is not None and len(path.batches) == num_deltas
-    last = path.batches[-1]
+    assert path.start is not None and len(path.prepared.batches) == num_deltas
+    last = path.prepared.batches[-1]
     key, blob = next(iter(last.items()))
     zeros = np.zeros(_delta.info(blob)["num_words"], np.uint16)
     last[key] = _delta.encode(zeros, zeros + 3)
     with pytest.raises(_delta.WrongBase):
-        HostTensors(own).apply(path.batches)
+        HostTensors(own).apply(path.prepared)
     assert same_bits(own, chain(start)), "those before it are taken back"
     last[key] = blob
     loaded = reader.load(end)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from many_ranks import Meeting, ThreadRank
+from test_delta import resealed
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_model import SHAPES, Toy, held_by, toy_weights
@@ -28,6 +29,9 @@ from flowtrain.weights import (
 )
 from flowtrain.weights.format.manifest import Layout
 from flowtrain.weights.format.tensor_shards import spec_of
+from flowtrain.weights.load import target as load_target
+from flowtrain.weights.load import word_changes
+from flowtrain.weights.load.target import StridedView
 from flowtrain.weights.ranks import Ranks, SingleRank
 
 NUM_VERSIONS = 12
@@ -172,6 +176,20 @@ def test_two_names_of_the_same_words_are_refused_in_any_order() -> None:
             prove(plan, load, [held], SingleRank())
 
 
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts of tensors that end within rows, and within what views have."""
+    monkeypatch.setattr(word_changes, "PIECE_WORDS", 701)
+
+
+@pytest.fixture(params=["host", "device"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of a GPU as well, whose kernel has a twin for a CPU."""
+    if request.param == "device":
+        monkeypatch.setattr(load_target, "_add_on_host", load_target._add_on_device)
+
+
+@pytest.mark.usefixtures("way", "small_pieces")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_readers_on_all_ranks_hold_what_the_loader_would_have_written(
@@ -198,6 +216,7 @@ def test_readers_on_all_ranks_hold_what_the_loader_would_have_written(
         assert modes == ["snapshot", *["delta"] * 6, "snapshot", "delta"], modes
 
 
+@pytest.mark.usefixtures("small_pieces")
 def test_level_2_needs_whole_tensors_and_a_snapshot_replaces_it_elsewhere(
     store: WeightStore,
 ) -> None:
@@ -231,7 +250,8 @@ def test_level_2_needs_whole_tensors_and_a_snapshot_replaces_it_elsewhere(
         assert version == "at 4"
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.usefixtures("way", "small_pieces")
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_wrong_base_is_found_and_everything_is_undone(store: WeightStore, size: int) -> None:
     """On every rank, though one alone was damaged."""
     publish(store)
@@ -250,17 +270,106 @@ def test_a_wrong_base_is_found_and_everything_is_undone(store: WeightStore, size
         if column // (96 // size) == ranks.rank:
             toy.held["down"].view(torch.int16)[row, column % (96 // size)] += 1
         damaged = {name: tensor.clone() for name, tensor in toy.held.items()}
-        batches = reader._find_path(3).batches
-        assert len(batches) == 2, "the first alone could be applied"
+        prepared = reader._find_path(3).prepared
+        assert len(prepared.batches) == 2, "the first alone could be applied"
         told = "the words of 'down' were not its base, or were damaged"
         with pytest.raises(_delta.WrongBase, match=told):
-            target.apply(batches)
+            target.apply(prepared)
         assert same_bits(toy.held, damaged), "taken back"
         loaded = reader.load(3)
         assert loaded.mode == "snapshot" and reader.damaged() == []
         return loaded.reason
 
     assert on_ranks(size, run) == ["the words of 'down' were not its base, or were damaged"] * size
+
+
+def test_what_is_staged_was_found_without_reading_a_weight(store: WeightStore) -> None:
+    publish(store)
+    toy, reader = loaded(store, SingleRank())
+    kept = {name: tensor.clone() for name, tensor in toy.held.items()}
+    for tensor in toy.held.values():
+        tensor.view(torch.int16).fill_(-1)
+    reader.stage(3).result()
+    for name, tensor in toy.held.items():
+        assert bool((tensor.view(torch.int16) == -1).all()), "nor written one"
+        tensor.copy_(kept[name])
+    assert reader.load(3).mode == "delta" and reader.damaged() == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_gpu_adds_what_it_or_the_host_was_sent(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch, has_room: bool
+) -> None:
+    publish(store)
+    toy = Toy()
+    toy.held = {name: tensor.cuda() for name, tensor in toy.held.items()}
+    reader = WeightReader(store, target_of(toy, toy_weights(0), SingleRank()))
+    reader.load(1)
+    if not has_room:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))
+    for version in (2, 3, 7):
+        prepared = reader.stage(version).result().prepared
+        found = [each for batch in prepared.additions for each in batch.values()]
+        devices = {changes.diffs.device.type for each in found for _, changes in each}
+        assert devices == {"cuda" if has_room else "cpu"}
+        assert reader.load(version).mode == "delta" and reader.damaged() == []
+    toy.held["down"].view(torch.int16)[0, 0] += 1
+    before = {name: tensor.clone() for name, tensor in toy.held.items()}
+    with pytest.raises(_delta.WrongBase):
+        reader._target.apply(prepared)
+    assert same_bits(toy.held, before), "taken back"
+
+
+def test_what_is_prepared_twice_is_the_same_and_is_applied_once(store: WeightStore) -> None:
+    publish(store)
+    toy, reader = loaded(store, SingleRank())
+    before = {name: tensor.clone() for name, tensor in toy.held.items()}
+    batches = reader._find_path(4).prepared.batches
+    first, second = (reader._target.prepare(batches) for _ in range(2))
+    reader._target.apply(first)
+    assert same_bits(toy.held, held_by(toy_weights(4), 0, 1) | {"table": toy.held["table"]})
+    changed = {name: tensor.clone() for name, tensor in toy.held.items()}
+    with pytest.raises(_delta.WrongBase):
+        reader._target.apply(second)
+    assert same_bits(toy.held, changed) and not same_bits(toy.held, before)
+    assert reader.stage(4).result().prepared is not reader.stage(4).result().prepared
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_wrong_number_of_changes_is_found_before_a_word_is_written(store: WeightStore) -> None:
+    publish(store)
+    toy, reader = loaded(store, SingleRank())
+    before = {name: tensor.clone() for name, tensor in toy.held.items()}
+    (batch,) = reader._find_path(3).prepared.batches
+    whole = batch["down", 0]
+    cut = whole.copy()
+    cut[24] += 1  # num_changed
+    told = "another number of changes than its header says"
+    with pytest.raises(_delta.CorruptDelta, match=told):
+        reader._target.prepare([batch | {("down", 0): resealed(cut)}])
+    torn = whole.copy()
+    torn[-1] ^= 1
+    with pytest.raises(_delta.CorruptDelta, match="checksum"):
+        reader._target.prepare([batch | {("down", 0): torn}])
+    assert same_bits(toy.held, before)
+
+
+def test_a_rank_without_a_part_of_a_tensor_reads_nothing_of_its_deltas(store: WeightStore) -> None:
+    publish(store)
+
+    def run(ranks: Ranks) -> list[str]:
+        toy = Toy(ranks.rank, ranks.size)
+        target = target_of(toy, toy_weights(0), ranks)
+        if ranks.rank == 1:  # as the second stage of a pipeline
+            target.plan.views["norm"] = []
+        reader = WeightReader(store, target)
+        modes = [reader.load(version).mode for version in (1, 2, 3)]
+        assert reader.damaged() == []
+        return modes
+
+    assert on_ranks(2, run) == [["snapshot", "delta", "delta"]] * 2
 
 
 def test_damage_of_a_copy_that_another_rank_holds_too_is_found(store: WeightStore) -> None:
@@ -285,19 +394,21 @@ def test_an_exception_during_apply_is_undone_on_every_rank(
     store: WeightStore, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     publish(store)
-    real, fails = ShardedTarget._decode, [False]
+    real, fails = StridedView.scatter, [False]
+    meeting: list[int] = []
 
-    def decode(target: ShardedTarget, name: str, first: int, blob: Any) -> Any:
-        positions, diffs = real(target, name, first, blob)
-        if fails[0] and target.ranks.rank == size - 1 and name == "table":
-            diffs = diffs[:-1]  # what is before "table" has been written by then
-        return positions, diffs
+    def scatter(view: StridedView, changes: Any, *args: Any, **options: Any) -> Tensor:
+        if fails[0] and not options and view.memory.data_ptr() in meeting:
+            raise IndexError("what is before the table has been written by now")
+        return real(view, changes, *args, **options)
 
-    monkeypatch.setattr(ShardedTarget, "_decode", decode)
+    monkeypatch.setattr(StridedView, "scatter", scatter)
 
     def run(ranks: Ranks) -> tuple[bool, str]:
         toy, reader = loaded(store, ranks)
         before = {name: tensor.clone() for name, tensor in toy.held.items()}
+        if ranks.rank == size - 1:
+            meeting.append(toy.held["table"].data_ptr())
         ranks.gather_text("")
         fails[0] = True
         ranks.gather_text("")

@@ -1,13 +1,14 @@
 """A `Target` for weights that a model holds as strided views, on one rank or several.
 
-A delta is decoded, its positions are mapped through the views, its differences are added there, and
-the digest change is summed over the ranks, each part of a tensor once. When the sum is wrong, the
-additions are undone. All of this takes memory for the changes, not for the weights.
+Before, while the weights are used, deltas are decoded and their changes brought to the device of
+the weights: four bytes each, as long as half of the free memory lasts. Then they are added through
+the views, and the digest change is summed over the ranks, each part of a tensor once. When the sum
+is wrong, they are taken back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,21 +20,27 @@ from torch import Tensor
 from flowtrain import _delta
 from flowtrain.weights.format.manifest import Digest, Layout, Manifest, StoreError, add
 from flowtrain.weights.format.tensor_shards import (
+    U16,
     Blob,
     DeltaBatch,
+    ShardKey,
     TensorShard,
     digest_change,
     digest_of,
 )
 from flowtrain.weights.load.target import (
+    PreparedBatches,
     StridedView,
     apply_batches,
     check_layout,
     slice_of,
+    warm_up,
     write_shard,
 )
+from flowtrain.weights.load.word_changes import WordChanges, decode_pieces, side_stream
 from flowtrain.weights.ranks import Ranks, gather
 
+Addition = tuple[StridedView, WordChanges]
 RegionDigests = list[tuple[str, str, Digest]]
 """Names of tensors, regions of them, and their digests or digest changes."""
 
@@ -91,10 +98,28 @@ class ShardedTarget:
                     "another tensor"
                 )
 
-    def apply(self, batches: Sequence[DeltaBatch]) -> None:
+    def prepare(self, batches: Sequence[DeltaBatch]) -> PreparedBatches:
+        additions: list[dict[ShardKey, list[Addition]]] = []
+        with side_stream(self._device) as room:
+            warm_up(self._device)
+            for batch in batches:
+                additions.append({})
+                for key, blob in batch.items():
+                    # Level 2 needs the weights as they will be.
+                    if self._is_view(key[0]) and _delta.info(blob)["level"] == 1:
+                        found = additions[-1][key] = []
+                        for views, changes in self._decode(*key, blob):
+                            if changes.num_bytes <= room:  # the rest goes there piece by piece
+                                changes = changes.to(self._device)
+                                room -= changes.num_bytes
+                            found += [(view, changes) for view in views]
+        return PreparedBatches(batches, additions)
+
+    def apply(self, prepared: PreparedBatches) -> None:
+        batches = prepared.batches
         undo = ExitStack()
         try:
-            changes = self._change(batches, undo)
+            changes = self._change(prepared, undo)
         # The other ranks are blocked in a gather: report to them before raising.
         except BaseException as error:
             is_delta = isinstance(error, _delta.DeltaError)
@@ -143,32 +168,64 @@ class ShardedTarget:
     def finish(self) -> None:
         """Do nothing: the words were written where they are used."""
 
-    def _change(self, batches: Sequence[DeltaBatch], undo: ExitStack) -> RegionDigests:
+    def _change(self, prepared: PreparedBatches, undo: ExitStack) -> RegionDigests:
         """Apply this rank's part of the deltas. Returns the digest change of each region."""
-        changes: dict[tuple[str, str], Digest] = {}
-        for batch in batches:
-            # Whole before a word is written: most damage shows here.
-            decoded = {k: self._decode(*k, x) for k, x in batch.items() if self._is_view(k[0])}
-            for (name, _), (positions, diffs) in decoded.items():
-                for view in self.plan.views[name]:
-                    key = name, view.region  # several deltas of a tensor may change one region
-                    change = view.scatter(positions, diffs, undo)
-                    changes[key] = add(changes.get(key, (0, 0)), change)
-        self._change_dense(batches, undo)
-        return [(*key, change) for key, change in changes.items()]
+        undo.callback(self._wait)  # memory of changes is given back after
+        regions: list[tuple[str, str]] = []
+        found: list[Tensor] = []
+        for batch, ready in zip(prepared.batches, prepared.additions, strict=True):
+            for key, blob in batch.items():
+                if not self._is_view(key[0]):
+                    continue
+                is_ready = key in ready
+                for view, changes in ready[key] if is_ready else self._decode_level_2(*key, blob):
+                    found.append(view.scatter(changes, self.num_threads).to(self._device))
+                    undo.callback(view.scatter, changes, self.num_threads, is_undo=True)
+                    regions.append((key[0], view.region))
+        self._change_dense(prepared.batches, undo)
+        sums: dict[tuple[str, str], Digest] = {}
+        # The host waits for the device here alone.
+        changed = torch.stack(found).tolist() if found else []
+        for region, change in zip(regions, changed, strict=True):
+            sums[region] = add(sums.get(region, (0, 0)), change)
+        return [(*region, change) for region, change in sums.items()]
+
+    @property
+    def _device(self) -> torch.device:
+        views = chain.from_iterable(self.plan.views.values())
+        return next((view.memory.device for view in views), torch.device("cpu"))
+
+    def _wait(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
 
     def _is_view(self, name: str) -> bool:
         return name not in self._dense and name not in self._twins
 
-    def _decode(self, name: str, first: int, blob: Blob) -> tuple[Tensor, Tensor]:
-        """Return positions in the whole tensor, and differences."""
-        info = _delta.info(blob)
-        base = None
-        if info["level"] == 2:
-            base = slice_of(name, self._read_whole(name), first, num_words=info["num_words"])
-        positions, diffs = _delta.decode(blob, base)
-        tensor_positions = torch.from_numpy(positions.view(np.int64)) + first
-        return tensor_positions, torch.from_numpy(diffs.view(np.int16))
+    def _decode(
+        self, name: str, first: int, blob: Blob, base: U16 | None = None
+    ) -> Iterator[tuple[list[StridedView], WordChanges]]:
+        """Decode what this rank has of a delta's words, by views that overlap."""
+        info, num_words, num_changed = _delta.info(blob), 0, 0
+        for views in overlapping(self.plan.views[name]):
+            begin = max(first, views[0].first)
+            end = min(first + info["num_words"], max(view.end for view in views))
+            num_words += max(0, end - begin)
+            for changes in decode_pieces(blob, first, begin, end, base, self.num_threads):
+                num_changed += len(changes.diffs)
+                start, stop = changes.first, changes.end
+                yield [view for view in views if view.first < stop and start < view.end], changes
+        if num_words == info["num_words"] and num_changed != info["num_changed"]:
+            raise _delta.CorruptDelta(
+                f"the delta of {name!r} has another number of changes than its header says"
+            )
+
+    def _decode_level_2(self, name: str, first: int, blob: Blob) -> Iterator[Addition]:
+        """Decode a delta that needs the tensor's current words."""
+        num_words = _delta.info(blob)["num_words"]
+        base = slice_of(name, self._read_whole(name), first, num_words)
+        for views, changes in self._decode(name, first, blob, base):
+            yield from ((view, changes) for view in views)
 
     def _read_whole(self, name: str) -> Tensor:
         """Return a tensor's current words. Raises DeltaError when this rank has a part of them."""
@@ -206,6 +263,19 @@ class ShardedTarget:
             if self._is_view(name):
                 expected[name] = add(expected.get(name, (0, 0)), digest_change(blob))
         return [name for name, change in expected.items() if sums.get(name, (0, 0)) != change]
+
+
+def overlapping(views: Iterable[StridedView]) -> list[list[StridedView]]:
+    """Put the views of a tensor whose spans overlap together, in order of their first words."""
+    groups: list[list[StridedView]] = []
+    end = 0
+    for view in sorted(views, key=lambda view: view.first):
+        if groups and view.first < end:
+            groups[-1].append(view)
+        else:
+            groups.append([view])
+        end = max(end, view.end)
+    return groups
 
 
 def sum_regions(reports: list[RegionDigests]) -> dict[str, Digest | None]:

@@ -180,10 +180,7 @@ class Learner(Follower):
         self.trainer.set_lr(warmed_up(train.lr, step, train.warmup_steps))
         # Nodes may sample with older weights; here all tokens are of one version.
         version = None if self.config.samples_here else step - 1
-        metrics = self.trainer.optimize(rows, step, version)
-        if self.config.vllm.sleep:
-            torch.cuda.empty_cache()  # or vLLM would wake up to a GPU that torch keeps
-        return metrics
+        return self.trainer.optimize(rows, step, version)
 
     def publish(self, version: int) -> dict[str, float | str]:
         keep, replaced_s = self.config.weights.keep, 0.0
@@ -193,6 +190,8 @@ class Learner(Follower):
         with writing_tensors(self.store.root):
             metrics = self.publisher.publish(self.weights, version).metrics()
             self._on_main(lambda: self.store.collect_garbage(keep, replaced_s))
+        if self.config.vllm.sleep:
+            torch.cuda.empty_cache()  # or vLLM would wake up to a GPU that torch keeps
         self.components.placement.wait()
         return metrics
 

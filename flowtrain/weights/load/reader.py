@@ -23,11 +23,12 @@ from flowtrain.utils.errors import user_error
 from flowtrain.weights.format.files import read_delta, read_snapshot
 from flowtrain.weights.format.manifest import Digest, Manifest, StoreError, add, total_bytes
 from flowtrain.weights.format.tensor_shards import DeltaBatch, TensorShard, digest_change, digest_of
-from flowtrain.weights.load.target import HostTensors, Target, check_layout
+from flowtrain.weights.load.target import HostTensors, PreparedBatches, Target, check_layout
 from flowtrain.weights.ranks import on_all_ranks
 from flowtrain.weights.stores.folder import Source
 
 _log = logging.getLogger(__name__)
+_NOTHING = PreparedBatches(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +60,12 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class UpdatePath:
-    """The deltas from a version that is held to a target, fetched and checked."""
+    """The deltas from a version that is held to a target: fetched, checked and prepared."""
 
     start: Manifest | None
     target: Manifest
-    batches: list[DeltaBatch]
-    """Batches of deltas, one after another; empty when both versions are the same weights."""
+    prepared: PreparedBatches = _NOTHING
+    """Without a batch when both versions are the same weights."""
     num_bytes: int = 0
     obstacle: str = ""
     """The reason for which deltas do not lead to the target; empty when they do."""
@@ -112,8 +113,8 @@ class WeightReader:
         return None if self._manifest is None else self._manifest.version
 
     def stage(self, version: int) -> Future[UpdatePath]:
-        """Fetch and check in the background what `load(version)` will apply. An error is raised
-        there too.
+        """Fetch, check and prepare in the background what `load(version)` will apply. An error is
+        raised there too.
         """
         pool = ThreadPoolExecutor(1)
         path = pool.submit(self._find_path, version)
@@ -175,9 +176,9 @@ class WeightReader:
         start = self._manifest
         self._target.check(target)
         if start is None:
-            return UpdatePath(None, target, [], obstacle="nothing is held yet")
+            return UpdatePath(None, target, obstacle="nothing is held yet")
         if start.root == target.root:
-            return UpdatePath(start, target, [])
+            return UpdatePath(start, target)
         try:
             batches, num_bytes = self._read_deltas(start, target)
             # At two bytes per word, a full snapshot would be shorter.
@@ -186,15 +187,16 @@ class WeightReader:
                     f"the deltas from version {start.version} to {target.version} are longer than "
                     "the weights"
                 )
+            prepared = self._target.prepare(batches)
         except (StoreError, _delta.DeltaError) as error:
-            return UpdatePath(start, target, [], obstacle=str(error))
-        return UpdatePath(start, target, batches, num_bytes=num_bytes)
+            return UpdatePath(start, target, obstacle=str(error))
+        return UpdatePath(start, target, prepared, num_bytes)
 
     def _follow(self, path: UpdatePath) -> Loaded:
         target = path.target
         # A rank that cannot take the deltas keeps all of them from doing so.
         obstacle = next(filter(None, self._target.ranks.gather_text(path.obstacle)), "")
-        mode, reason = "delta" if path.batches else "none", ""
+        mode, reason = "delta" if path.prepared.batches else "none", ""
         if not obstacle:
             try:
                 self._apply(path)
@@ -213,12 +215,12 @@ class WeightReader:
             )
             with user_error(problem, _delta.DeltaError, raises=StoreError):
                 path = self._load_snapshot(target)
-        num_deltas = len(path.batches)
+        num_deltas = len(path.prepared.batches)
         return Loaded(target.version, mode, reason, num_bytes=path.num_bytes, num_deltas=num_deltas)
 
     def _apply(self, path: UpdatePath) -> None:
-        if path.batches:
-            self._target.apply(path.batches)
+        if path.prepared.batches:
+            self._target.apply(path.prepared)
         self._manifest = path.target
 
     def _read_deltas(self, start: Manifest, target: Manifest) -> tuple[list[DeltaBatch], int]:
@@ -270,7 +272,7 @@ class WeightReader:
         paths = [self.source.fetch(snapshot.version, file) for file in snapshot.snapshot_files]
         shards = [shard for path in paths for shard in read_snapshot(path, target.layout)]
         _check_snapshot(snapshot, shards, self._num_threads)
-        return UpdatePath(snapshot, target, batches, num_bytes=num_bytes), shards
+        return UpdatePath(snapshot, target, self._target.prepare(batches), num_bytes), shards
 
 
 def pull(source: Source, version: int, num_threads: int = 1) -> dict[str, Tensor]:

@@ -5,15 +5,15 @@ in host memory, or as strided views of other memories.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from flowkernels import digest_at
+from flowkernels import digest_at, scatter_words_
 from torch import Tensor
 
 from flowtrain import _delta
@@ -21,16 +21,29 @@ from flowtrain.weights.format.manifest import Digest, Layout, Manifest, StoreErr
 from flowtrain.weights.format.tensor_shards import (
     U16,
     DeltaBatch,
+    ShardKey,
     TensorShard,
     digest_of,
     spec_of,
     to_digest,
     u16_view,
 )
+from flowtrain.weights.load.word_changes import WordChanges
 from flowtrain.weights.ranks import Ranks, SingleRank
 
 _CHUNK = 1 << 20
 """Words that are digested at a time."""
+_Dims = tuple[tuple[int, int, int], ...]
+"""Dimensions of a view: (size, stride, stride in memory)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatches:
+    """Deltas that a target has got ready to apply, batch after batch."""
+
+    batches: Sequence[DeltaBatch]
+    additions: Sequence[Mapping[ShardKey, Sequence[tuple[StridedView, WordChanges]]]] = ()
+    """Of each batch, what is added where; a delta that is left out is read when it is applied."""
 
 
 class Target(Protocol):
@@ -44,7 +57,14 @@ class Target(Protocol):
     def check(self, manifest: Manifest) -> None:
         """Raise StoreError when the version is of another model."""
 
-    def apply(self, batches: Sequence[DeltaBatch]) -> None:
+    def prepare(self, batches: Sequence[DeltaBatch]) -> PreparedBatches:
+        """Do what needs no weights: on each rank alone, on any thread, while the weights are used.
+
+        Raises:
+            DeltaError: a delta is damaged.
+        """
+
+    def apply(self, prepared: PreparedBatches) -> None:
         """Apply the deltas of one batch after another: all of them, or none.
 
         Raises:
@@ -88,8 +108,11 @@ class HostTensors:
                     "one tensor"
                 )
 
-    def apply(self, batches: Sequence[DeltaBatch]) -> None:
-        self._written |= apply_batches(batches, self._host, self._num_threads)
+    def prepare(self, batches: Sequence[DeltaBatch]) -> PreparedBatches:
+        return PreparedBatches(batches)  # the codec writes as it reads
+
+    def apply(self, prepared: PreparedBatches) -> None:
+        self._written |= apply_batches(prepared.batches, self._host, self._num_threads)
 
     def write(self, shards: Sequence[TensorShard]) -> None:
         self._written |= self._tensors.keys()
@@ -138,6 +161,11 @@ class StridedView:
         return prod(self.sizes)
 
     @property
+    def end(self) -> int:
+        """Index in the tensor after the view's last word."""
+        return self.first + 1 + _num_spanned(self.sizes, self.strides)
+
+    @property
     def region(self) -> str:
         """The words of the tensor as a key: equal for views of the same words."""
         return f"{self.first}:{self.sizes}:{self.strides}"
@@ -154,39 +182,20 @@ class StridedView:
         """Return the view's words of a whole tensor."""
         return flat.as_strided(self.sizes, self.strides, self.first)
 
-    def locate(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the ascending positions of the tensor that are in the view. Returns int64: their
-        indices in `positions`, and where each is in memory.
+    def scatter(
+        self, changes: WordChanges, num_threads: int = 1, *, is_undo: bool = False
+    ) -> Tensor:
+        """Add changes of the tensor's words, or take them back, leaving out those of words outside
+        the view. Returns the digest change: int64 [2], on the memory's device.
         """
-        end = self.first + 1 + _num_spanned(self.sizes, self.strides)
-        start, stop = torch.searchsorted(positions, torch.tensor([self.first, end])).tolist()
-        index = torch.arange(start, stop)
-        remaining = positions[start:stop] - self.first
-        offset = torch.full_like(remaining, self.to_first)
-        is_inside = torch.ones_like(remaining, dtype=torch.bool)
-        # Strides descend, so division by each gives the index; what is left at the end is outside.
-        for n, stride, to_stride in zip(self.sizes, self.strides, self.to_strides, strict=True):
-            i = remaining if stride == 1 else remaining // stride
-            is_inside &= i < n
-            offset += i * to_stride
-            remaining = remaining - i * stride
-        is_inside &= remaining == 0
-        return index[is_inside], offset[is_inside]
-
-    def scatter(self, positions: Tensor, diffs: Tensor, undo: ExitStack) -> Digest:
-        """Add differences at ascending positions of the tensor, leaving out those outside the view.
-        Returns the digest change.
-        """
-        selected, offsets = self.locate(positions)
-        device = self.memory.device
-        offsets = offsets.to(device)
-        index = positions[selected].to(device)
-        old = self.memory[offsets]
-        # Before the write: one that breaks off in the middle is undone too.
-        undo.callback(lambda: self.memory.index_put_((offsets,), old))
-        new = old + diffs[selected].to(device)
-        self.memory[offsets] = new
-        return to_digest(digest_at(new, index) - digest_at(old, index))
+        words = self.memory[self.to_first :]
+        changes = changes.to(words.device)
+        if is_undo:
+            changes = replace(changes, diffs=-changes.diffs)
+        dims = tuple(zip(self.sizes, self.strides, self.to_strides, strict=True))
+        if words.device.type == "cpu":
+            return _add_on_host(words, changes, self.first, dims, num_threads)
+        return _add_on_device(words, changes, self.first, dims, num_threads)
 
     def write(self, flat: Tensor, first: int) -> None:
         """Copy from a run of whole rows of the tensor that starts at its word `first`."""
@@ -214,6 +223,42 @@ class StridedView:
                 index = index[..., None] + stride * torch.arange(n, device=live.device)
             total = add(total, to_digest(digest_at(part, index)))
         return total
+
+
+def _add_on_host(
+    words: Tensor, changes: WordChanges, origin: int, dims: _Dims, num_threads: int
+) -> Tensor:
+    """Add changes to copies of words, as `_delta.scatter` has it."""
+    change = _delta.scatter(
+        u16_view(words),
+        changes.counts.numpy().view(np.uint32),
+        u16_view(changes.positions),
+        u16_view(changes.diffs),
+        first=changes.first,
+        origin=origin,
+        dims=dims,
+        num_threads=num_threads,
+    )
+    return torch.from_numpy(np.array(change, np.uint64).view(np.int64))
+
+
+def warm_up(device: torch.device) -> None:
+    """Do what the first `StridedView.scatter` on a device does once: the kernel is compiled."""
+    one, zero = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int16)
+    view = StridedView(zero.to(device), 0, 0, (1,), (1,), (1,))
+    view.scatter(WordChanges(0, 1, one, zero, zero))
+
+
+def _add_on_device(words: Tensor, changes: WordChanges, origin: int, dims: _Dims, _: int) -> Tensor:
+    """Do the same by a kernel; the host does not wait for it."""
+    fields = changes.counts, changes.positions, changes.diffs, changes.first
+    return scatter_words_(words, *fields, dims=_to_device(dims, words.device), origin=origin)
+
+
+@lru_cache(maxsize=1024)
+def _to_device(dims: _Dims, device: torch.device) -> Tensor:
+    """Return int64 [D, 3]; the layers of a model share them."""
+    return torch.tensor(dims, device=device)
 
 
 def _num_spanned(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:

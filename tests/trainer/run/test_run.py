@@ -13,6 +13,7 @@ import torch
 from flowtrain.config import Config
 from flowtrain.trainer.run.run import Run
 from flowtrain.trainer.setup.learner import Learner
+from flowtrain.weights import WeightStore
 
 
 class FakeWorld(SimpleNamespace):
@@ -63,12 +64,24 @@ def test_engines_of_a_rank_that_trains_sleep() -> None:
 
 @pytest.mark.parametrize("sleep", [False, True])
 def test_torch_gives_its_memory_back_to_an_engine_that_sleeps(
-    monkeypatch: pytest.MonkeyPatch, sleep: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sleep: bool
 ) -> None:
+    """With what publishing took, and before any rank goes on to wake its engine."""
     called: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("given back"))
-    trainer = SimpleNamespace(set_lr=lambda lr: None, optimize=lambda *rows: called.append("step"))
-    config = Config.model_validate({"vllm": {"sleep": sleep}})
-    learner: Any = SimpleNamespace(config=config, trainer=trainer)
-    Learner.train(learner, 1, [[]])
-    assert called == ["step", "given back"][: 1 + sleep]
+
+    def publish(weights: object, version: int) -> Any:
+        called.append("published")
+        return SimpleNamespace(metrics=dict)
+
+    placement = SimpleNamespace(wait=lambda: called.append("together"))
+    learner: Any = SimpleNamespace(
+        config=Config.model_validate({"vllm": {"sleep": sleep}}),
+        weights={},
+        store=WeightStore(tmp_path),
+        publisher=SimpleNamespace(publish=publish),
+        components=SimpleNamespace(placement=placement),
+        _on_main=lambda action: action(),
+    )
+    Learner.publish(learner, 1)
+    assert called == ["published", *["given back"] * sleep, "together"]
