@@ -23,7 +23,7 @@ _ENDED = "ended"
 
 
 class Store(Protocol):
-    """Where torch's ranks meet: as much as is used of it."""
+    """Stands for the store at which torch's ranks meet: as much of it as is used."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
