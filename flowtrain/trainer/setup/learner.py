@@ -155,7 +155,9 @@ class Learner(Follower):
 
     def branch(self, step: int, groups: Sequence[Group]) -> Branches:
         components = self.components
-        return components.algorithm.branch(step, groups, self.trainer, components.tokenizer)
+        found = components.algorithm.branch(step, groups, self.trainer, components.tokenizer)
+        self._make_room()
+        return found
 
     def old_logprobs(self, rows: Rows) -> Rows:
         return self.trainer.old_logprobs(rows)
@@ -168,10 +170,7 @@ class Learner(Follower):
         self.trainer.set_lr(warmed_up(train.lr, step, train.warmup_steps))
         # Nodes may sample with older weights; here all tokens are of one version.
         version = None if self.config.samples_here else step - 1
-        metrics = self.trainer.optimize(rows, step, version)
-        if self.config.vllm.sleep:
-            torch.cuda.empty_cache()  # or vLLM would wake up to a GPU that torch keeps
-        return metrics
+        return self.trainer.optimize(rows, step, version)
 
     def publish(self, version: int) -> dict[str, float | str]:
         keep, replaced_s = self.config.weights.keep, 0.0
@@ -181,8 +180,14 @@ class Learner(Follower):
         with writing_tensors(self.store.root):
             metrics = self.publisher.publish(self.weights, version).metrics()
             self._on_main(lambda: self.store.collect_garbage(keep, replaced_s))
+        self._make_room()
         self.components.placement.wait()
         return metrics
+
+    def _make_room(self) -> None:
+        """Give back what torch keeps of a GPU, which a vLLM that sleeps would else wake up to."""
+        if self.config.vllm.sleep:
+            torch.cuda.empty_cache()
 
     def resume(self, path: Path) -> None:
         model, optimizer = self.components.model, self.trainer.optimizer

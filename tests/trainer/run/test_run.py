@@ -13,6 +13,7 @@ import torch
 from flowtrain.config import Config
 from flowtrain.trainer.run.run import Run
 from flowtrain.trainer.setup.learner import Learner
+from flowtrain.weights.ranks import SingleRank
 
 
 class FakeWorld(SimpleNamespace):
@@ -65,10 +66,45 @@ def test_engines_of_a_rank_that_trains_sleep() -> None:
 def test_torch_gives_its_memory_back_to_an_engine_that_sleeps(
     monkeypatch: pytest.MonkeyPatch, sleep: bool
 ) -> None:
+    """Behind what the trainer does last before an engine wakes up: a pass over the roots of
+    branches, or the casts and differences of a version.
+    """
     called: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("given back"))
-    trainer = SimpleNamespace(set_lr=lambda lr: None, optimize=lambda *rows: called.append("step"))
     config = Config.model_validate({"vllm": {"sleep": sleep}})
-    learner: Any = SimpleNamespace(config=config, trainer=trainer)
-    Learner.train(learner, 1, [[]])
-    assert called == ["step", "given back"][: 1 + sleep]
+
+    def does(name: str) -> Any:
+        return lambda *_: called.append(name) or SimpleNamespace(metrics=dict)
+
+    learner = Learner(
+        components=SimpleNamespace(
+            config=config,
+            algorithm=SimpleNamespace(branch=does("branch")),
+            tokenizer=None,
+            placement=SimpleNamespace(wait=does("others go on"), trainers=SingleRank()),
+        ),
+        store=SimpleNamespace(root=Path("store"), collect_garbage=lambda *_: None),
+        trainer=None,
+        publisher=SimpleNamespace(publish=does("publish")),
+        checkpoints=None,
+    )  # type: ignore[arg-type]
+    monkeypatch.setattr(Learner, "weights", {})
+    learner.branch(1, [])
+    learner.publish(1)
+    given_back = ["given back"] * sleep
+    assert called == ["branch", *given_back, "publish", *given_back, "others go on"]
+
+
+@pytest.mark.parametrize(("num_roots", "expected"), [(2, ["sleep", "branch"]), (4, ["branch"])])
+def test_engines_sleep_while_the_trainer_looks_for_branches(
+    num_roots: int, expected: list[str]
+) -> None:
+    called: list[str] = []
+    run: Any = SimpleNamespace(
+        config=Config.model_validate({"rollout": {"group_size": 4}}),
+        components=SimpleNamespace(algorithm=SimpleNamespace(num_roots=num_roots)),
+        learner=SimpleNamespace(branch=lambda *_: called.append("branch")),
+        sleep=lambda: called.append("sleep"),
+    )
+    Run.branch(run, 1, [])
+    assert called == expected
