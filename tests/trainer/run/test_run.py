@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from flowtrain.config import Config
+from flowtrain.trainer.distributed import World
 from flowtrain.trainer.run.run import Run
 from flowtrain.trainer.setup.learner import Learner
-from flowtrain.weights.ranks import SingleRank
 
 
 class FakeWorld(SimpleNamespace):
@@ -76,18 +76,20 @@ def test_torch_gives_its_memory_back_to_an_engine_that_sleeps(
     def does(name: str) -> Any:
         return lambda *_: called.append(name) or SimpleNamespace(metrics=dict)
 
-    learner = Learner(
+    make: Any = Learner
+    trainers = World(0, 1, torch.device("cpu"))
+    learner = make(
         components=SimpleNamespace(
             config=config,
             algorithm=SimpleNamespace(branch=does("branch")),
             tokenizer=None,
-            placement=SimpleNamespace(wait=does("others go on"), trainers=SingleRank()),
+            placement=SimpleNamespace(wait=does("others go on"), trainers=trainers),
         ),
         store=SimpleNamespace(root=Path("store"), collect_garbage=lambda *_: None),
         trainer=None,
         publisher=SimpleNamespace(publish=does("publish")),
         checkpoints=None,
-    )  # type: ignore[arg-type]
+    )
     monkeypatch.setattr(Learner, "weights", {})
     learner.branch(1, [])
     learner.publish(1)
