@@ -33,7 +33,7 @@ def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype = torch.flo
 
 def with_launcher(module: str) -> Callable[[Callable[P, R]], Callable[Concatenate[str, P], R]]:
     """Decorate a reference: it gets a first argument, `impl`, and "triton" calls the function of
-    the same name in that module in its place.
+    the same name in that module in its place, on the device of the first tensor that it is given.
     """
 
     def decorate(reference: Callable[P, R]) -> Callable[Concatenate[str, P], R]:
@@ -42,7 +42,10 @@ def with_launcher(module: str) -> Callable[[Callable[P, R]], Callable[Concatenat
             if impl == "torch":
                 return reference(*args, **kwargs)
             launcher = getattr(importlib.import_module(module), reference.__name__)
-            result: R = launcher(*args, **kwargs)
+            tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+            # Triton launches on the device that is the thread's, wherever the tensors are.
+            with torch.cuda.device_of(next(tensors)):
+                result: R = launcher(*args, **kwargs)
             return result
 
         return function

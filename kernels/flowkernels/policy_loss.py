@@ -195,7 +195,8 @@ def scale_(gradient: Tensor, factor: Tensor) -> None:
     if gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64:
         from flowkernels import policy_loss_triton
 
-        policy_loss_triton.scale_(gradient, factor)
+        with torch.cuda.device_of(gradient):
+            policy_loss_triton.scale_(gradient, factor)
     elif gradient.is_cuda or float(factor) != 1.0:
         for rows in gradient.split(64):  # in fp32, and without a copy of all of it
             rows.copy_(rows.to(torch.promote_types(rows.dtype, factor.dtype)) * factor)

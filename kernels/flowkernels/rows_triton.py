@@ -54,11 +54,12 @@ class Launch:
         """Block and compiler options for logits of this size; a load is 16 bytes of them, the
         widest there is.
         """
-        limit = {} if torch.version.hip else {"maxnreg": self.max_registers}
+        is_hip = bool(torch.version.hip)  # whose warps have 64 lanes, and programs 1024 at most
+        limit = {} if is_hip else {"maxnreg": self.max_registers}
         return {
             "LANES": 32 * self.num_warps,
             "WIDTH": 16 // element_size,
-            "num_warps": self.num_warps,
+            "num_warps": self.num_warps // 2 if is_hip else self.num_warps,
             "enable_fp_fusion": self.contracts,
             **limit,
         }
