@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -42,12 +42,19 @@ def with_launcher(module: str) -> Callable[[Callable[P, R]], Callable[Concatenat
             if impl == "torch":
                 return reference(*args, **kwargs)
             launcher = getattr(importlib.import_module(module), reference.__name__)
-            tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
             # Triton launches on the device that is the thread's, wherever the tensors are.
-            with torch.cuda.device_of(next(tensors)):
+            with torch.cuda.device_of(next(_tensors((*args, *kwargs.values())))):
                 result: R = launcher(*args, **kwargs)
             return result
 
         return function
 
     return decorate
+
+
+def _tensors(arguments: Iterable[object]) -> Iterator[torch.Tensor]:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors(argument)

@@ -24,15 +24,15 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pytest.M
     assert found[0].data_ptr() == logits.data_ptr()
 
 
-def test_what_is_no_tensor_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_tensor_may_be_in_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
     monkeypatch.setattr(torch.cuda, "device_of", lambda x: found.append(x) or nullcontext())
     tensor = torch.ones(1)
 
-    def eq(name: str, value: torch.Tensor) -> bool:
+    def eq(name: str, values: list[torch.Tensor]) -> bool:
         raise AssertionError
 
-    assert with_launcher("operator")(eq)("triton", "text", tensor) is False
+    assert with_launcher("operator")(eq)("triton", "text", [tensor]) is False
     assert found == [tensor]
 
 
