@@ -8,7 +8,7 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from ranks import fork, launch
 
 from flowtrain.config import Config
 from flowtrain.config.command import run_command
+from flowtrain.trainer import balance as balancing
 from flowtrain.trainer import heartbeat
 from flowtrain.trainer.distributed import World
 from flowtrain.utils.commands import end_process
@@ -40,6 +41,21 @@ WRONG = [
 ]
 
 
+def exchanges(world: World) -> bool:
+    """Whether rows reach their rank, and over the group of messages."""
+    groups, send = [], dist.all_to_all_single
+
+    def noted(*tensors: Any, group: Any) -> None:
+        groups.append(group)
+        send(*tensors, group=group)
+
+    dist.all_to_all_single = noted  # type: ignore[assignment]
+    received = balancing._exchange([bytes([world.rank] * rank) for rank in range(SIZE)], world)
+    dist.all_to_all_single = send
+    expected = [bytes([rank] * world.rank) for rank in range(SIZE)]
+    return received == expected and groups == [world.control]
+
+
 def run(out: Path) -> None:
     """Keep the others waiting in every way, longer than the clock of training."""
     world = World.join("cpu", timeout_s=CLOCK_S)
@@ -55,6 +71,7 @@ def run(out: Path) -> None:
         if world.rank == late:
             time.sleep(2 * CLOCK_S)  # a rollout that takes longer
         found[name] = wait()
+    found["exchange"] = exchanges(world)
     for name, each in (("part_hangs", pair), ("hangs", world)):
         world.barrier()
         if each.rank == 0:
@@ -79,6 +96,10 @@ def test_ranks_wait_longer_for_each_other_than_the_clock_of_training(
 ) -> None:
     for each in found:
         assert each["sum"] == 3.0 and each["gather"] == ["0", "1", "2"] and each["part"] == 2.0
+
+
+def test_rows_go_from_host_to_host(found: list[dict[str, object]]) -> None:
+    assert all(each["exchange"] for each in found)
 
 
 def test_a_collective_of_training_that_hangs_ends_the_rank(found: list[dict[str, object]]) -> None:
