@@ -13,6 +13,7 @@ from flowkernels.loss_spec import KLS, LossSpec
 from flowkernels.row_gradients_triton import backward_row, write_zeros
 from flowkernels.rows_triton import (
     LOG2E,
+    UNSPECIALISED,
     Mask,
     Row,
     RowSlopes,
@@ -96,7 +97,7 @@ def _policy_term(
     return loss, slope, is_clipped
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def loss_kernel(
     logits_ptr, out_ptr, targets_ptr, temperature_ptr, mask_ids_ptr, mask_offsets_ptr,
     mask_copy_ptr, advantage_ptr, weight_ptr, old_ptr, ref_ptr, column_ptr, num_rows, num_vocab,
@@ -166,7 +167,7 @@ def loss_kernel(
             write_zeros(row_out_ptr, num_vocab, ALIGNMENT, LANES=LANES, WIDTH=WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def statistics_kernel(
     column_ptr, weight_ptr, targets_ptr, loss_ptr, out_ptr, num_rows, BLOCK: tl.constexpr
 ) -> None:
