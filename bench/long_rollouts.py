@@ -1,9 +1,9 @@
 """Long rollouts on their way from the sampler to the loss:  python -m bench.long_rollouts
 [--tokens 16384,32768,65536,131072] [--json F]
 
-Recorded tokens stand for the engine's. A group of 4 rollouts of 30 turns, and one rollout whose
-turns have 256 tokens, all on a history that grows, half of it sampled, go through the stages of a
-step that are neither a model's nor the network's. `tokens` are about those of the tree, each once.
+Recorded tokens go through the stages of a step that are no model's: those of 4 rollouts of 30 turns
+and those of one whose turns have 256 tokens, on histories that grow, half of them sampled. Measured
+are CPU seconds; `tokens` are about those of the tree, each once.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ from flowtrain.trainer.walk import passes
 
 SHAPES = {"4 x 30 turns": (4, 30, 0), "1, turns of 256": (1, 0, 256)}
 """Rollouts; turns of each, or tokens of a turn."""
-KEPT, PASS = 4, 16_384
-"""Ids that each token is drawn from, with top-k; tokens of a pass of a walk."""
-REPLY = {"role": "assistant", "content": ""}
+KEPT, PASS, REPLY = 4, 16_384, {"role": "assistant", "content": ""}
+"""Ids that each token is drawn from, with top-k; tokens of a pass of a walk; a message."""
 VOCAB, POSITIONS = 1 << 16, 1 << 20
 """Of the model that is not there."""
 
@@ -121,7 +120,7 @@ def stages(
 
 
 def measure(shape: str, sizes: Sequence[int]) -> list[Row]:
-    """Return a row for each stage: seconds and MB at the peak, by the number of tokens."""
+    """Return a row for each stage: CPU seconds and MB at the peak, by the number of tokens."""
     rows, cpu = dict[str, dict[str, Any]](), torch.device("cpu")
     for tokens in sizes:
         made, seconds = dict[str, Any](), dict[str, float]()
@@ -134,9 +133,9 @@ def measure(shape: str, sizes: Sequence[int]) -> list[Row]:
 
 
 def _run(name: str, run: Callable[[], Any], made: dict[str, Any], seconds: dict[str, Any]) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     made[name] = run()
-    seconds[name] = time.perf_counter() - started
+    seconds[name] = time.process_time() - started
 
 
 def main() -> None:

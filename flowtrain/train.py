@@ -179,7 +179,7 @@ def _roll_out(run: Run, step: int, attempt: int, num_questions: int, timer: Step
             on_done=on_rollout,
         )
     with timer("branch"):
-        branches = run.learner.branch(step, groups)
+        branches = run.branch(step, groups)
     with timer("collect"):
         groups = collect_branches(
             agent,

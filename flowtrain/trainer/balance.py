@@ -68,14 +68,17 @@ def assign(costs: Sequence[Sequence[float]], num_takers: int) -> list[list[tuple
 
 
 def _exchange(data: Sequence[bytes], world: World) -> list[bytes]:
-    """Send data[r] to rank r; return what each rank sent to this one."""
+    """Send data[r] to rank r; return what each rank sent to this one.
+
+    From the host to the host: NCCL would take memory that no plan knows of on ranks that only
+    sample, after their engine has taken its own.
+    """
     sizes: list[list[int]] = [
         json.loads(text) for text in world.gather_text(json.dumps([len(each) for each in data]))
     ]
     ours = [size[world.rank] for size in sizes]
     joined = bytearray(b"".join(data))
     sending = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0).byte()
-    sending = sending.to(world.device)
-    receiving = torch.empty(sum(ours), dtype=torch.uint8, device=world.device)
-    dist.all_to_all_single(receiving, sending, ours, sizes[world.rank], group=world.group)
-    return [part.numpy().tobytes() for part in receiving.cpu().split(ours)]
+    receiving = torch.empty(sum(ours), dtype=torch.uint8)
+    dist.all_to_all_single(receiving, sending, ours, sizes[world.rank], group=world.control)
+    return [part.numpy().tobytes() for part in receiving.split(ours)]

@@ -38,6 +38,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from flowtrain.records import UserError
 from flowtrain.trainer.distributed import World
+from flowtrain.trainer.host_copies import HostCopies
 from flowtrain.trainer.model import loading as models
 from flowtrain.trainer.model import lora
 from flowtrain.trainer.model.loading import ModelFiles
@@ -66,6 +67,7 @@ class Checkpoints:
         self._world = world.with_own_control_group()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._written: Future[None] | None = None
+        self._copies = HostCopies()
 
     def save(
         self,
@@ -87,10 +89,9 @@ class Checkpoints:
         """
         self.wait()
         files = models.gather_files(model, dtype, self._world)
-        tensors = {
-            name: _wrapped(_copied(local), size, self._world)
-            for name, (local, size) in _state_of(model, optimizer).items()
-        }
+        parts = _state_of(model, optimizer)
+        copies = self._copies.take({name: local for name, (local, _) in parts.items()})
+        tensors = {n: _wrapped(copies[n], size, self._world) for n, (_, size) in parts.items()}
 
         def write_shape(folder: Path) -> list[Path]:
             return models.export_shape(model, tokenizer, folder, dtype)
@@ -130,6 +131,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._thread.shutdown()
+            self._copies.close()
 
     def _write(
         self,
@@ -200,10 +202,6 @@ def _named(prefix: str, parts: Mapping[str, T]) -> dict[str, T]:
 
 def _within(prefix: str, parts: Mapping[str, T]) -> dict[str, T]:
     return {n.removeprefix(prefix): part for n, part in parts.items() if n.startswith(prefix)}
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu").copy_(tensor.detach())
 
 
 def _wrapped(local: Tensor, size: torch.Size | None, world: World) -> Tensor:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from typing import Protocol
+from typing import NoReturn, Protocol
 
-from flowtrain.utils.commands import end_process
 from flowtrain.utils.terminal import say
 
 BEAT_S = 10.0
@@ -23,7 +22,7 @@ _ENDED = "ended"
 
 
 class Store(Protocol):
-    """Where torch's ranks meet: as much as is used of it."""
+    """Stands for the store at which torch's ranks meet: as much of it as is used."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -86,4 +85,8 @@ class Heartbeat:
                     f"rank {self._rank} ends: rank {self._next}, or the host that the ranks met "
                     f"at, has given no sign of life for {MOST_SILENT * BEAT_S:g} s"
                 )
-                end_process(os.EX_TEMPFAIL)
+                _end()
+
+
+def _end() -> NoReturn:
+    os._exit(os.EX_TEMPFAIL)  # from a thread, and while others wait without end

@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flowkernels.implementations import warps
 from flowkernels.rows_triton import LN2, LOG2E, clamp_exponent
 
-LAUNCH = {"BLOCK": 2048, "num_warps": 8}
+LAUNCH = {"BLOCK": 2048, "num_warps": warps(256)}
 _INF = tl.constexpr(float("inf"))
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 
 IMPLS = ("auto", "triton", "torch")
 P = ParamSpec("P")
@@ -40,7 +38,7 @@ def resolve_impl(impl: str, device: torch.device, dtype: torch.dtype = torch.flo
 
 def with_launcher(module: str) -> Callable[[Callable[P, R]], Callable[Concatenate[str, P], R]]:
     """Decorate a reference: it gets a first argument, `impl`, and "triton" calls the function of
-    the same name in that module in its place, on the device of its first tensor.
+    the same name in that module in its place, on the device of the first tensor that it is given.
     """
 
     def decorate(reference: Callable[P, R]) -> Callable[Concatenate[str, P], R]:
@@ -49,13 +47,19 @@ def with_launcher(module: str) -> Callable[[Callable[P, R]], Callable[Concatenat
             if impl == "torch":
                 return reference(*args, **kwargs)
             launcher = getattr(importlib.import_module(module), reference.__name__)
-            first: Any = args[0]
-            tensor: Tensor = first if isinstance(first, Tensor) else first[0]
-            # Triton launches on the current device, which threads and other ranks may not share.
-            with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
+            # Triton launches on the device that is the thread's, wherever the tensors are.
+            with torch.cuda.device_of(next(_tensors((*args, *kwargs.values())))):
                 result: R = launcher(*args, **kwargs)
             return result
 
         return function
 
     return decorate
+
+
+def _tensors(arguments: Iterable[object]) -> Iterator[torch.Tensor]:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors(argument)

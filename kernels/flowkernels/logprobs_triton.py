@@ -12,6 +12,7 @@ from flowkernels.row_gradients_triton import backward_row
 from flowkernels.rows_triton import (
     LN2,
     LOG2E,
+    UNSPECIALISED,
     Mask,
     Row,
     RowSlopes,
@@ -34,7 +35,7 @@ MASKED_LOG_TOTAL = tl.constexpr(State.MASKED_LOG_TOTAL)
 NUM_STATES = tl.constexpr(State.NUM)
 
 
-@triton.jit(do_not_specialize=["num_rows", "temperature_stride"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def score_kernel(
     logits_ptr, targets_ptr, temperature_ptr, mask_ids_ptr, mask_offsets_ptr, mask_copy_ptr,
     score_ptr, state_ptr, num_rows, num_vocab, row_stride, temperature_stride, softcap,
@@ -67,7 +68,7 @@ def score_kernel(
             tl.store(state_ptr + i * num_rows + index, 0.0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "temperature_stride"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def gradient_kernel(
     logits_ptr, out_ptr, targets_ptr, temperature_ptr, mask_ids_ptr, mask_offsets_ptr,
     mask_copy_ptr, score_ptr, state_ptr, dlogprob_ptr, dentropy_ptr, dlse_ptr, num_rows, num_vocab,

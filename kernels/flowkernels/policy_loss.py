@@ -36,6 +36,10 @@ from flowkernels.token_loss import INPUTS, TokenInputs, TokenLossFn, token_loss,
 TAKEN_TWICE = (
     "the gradient of a policy loss was taken twice; it is handed over at the first backward pass"
 )
+TOO_LATE = (
+    "the gradient of a policy loss in float16 was rounded before it is scaled by {:g}: scale "
+    "weight_T in place of the loss, or take bfloat16, which needs no loss scale"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +185,18 @@ register_gradients(_policy_loss_op)
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> None:
-    """Scale the gradient in place. A factor of 1, as `loss.backward()` sends it, costs nothing."""
+    """Scale the gradient in place. A factor of 1, as `loss.backward()` sends it, costs nothing.
+
+    Raises RuntimeError for fp16 and the factor of a loss scale: what that is to save is 0 already.
+    """
+    is_captured = gradient.is_cuda and torch.cuda.is_current_stream_capturing()
+    if gradient.dtype == torch.float16 and not is_captured and float(factor) > 1:
+        raise RuntimeError(TOO_LATE.format(float(factor)))
     if gradient.is_cuda and gradient.is_contiguous() and gradient.dtype != torch.float64:
         from flowkernels import policy_loss_triton
 
-        policy_loss_triton.scale_(gradient, factor)
+        with torch.cuda.device_of(gradient):
+            policy_loss_triton.scale_(gradient, factor)
     elif gradient.is_cuda or float(factor) != 1.0:
         for rows in gradient.split(64):  # in fp32, and without a copy of all of it
             rows.copy_(rows.to(torch.promote_types(rows.dtype, factor.dtype)) * factor)
@@ -249,7 +260,8 @@ def policy_loss(
     """Return sum_T weight * token_loss(spec), with the gradient formed in the forward pass.
 
     Args:
-        logits_TV: [T, V] fp32, bf16 or fp16, rows of any stride. Its gradient has the same dtype;
+        logits_TV: [T, V] fp32, bf16 or fp16, rows of any stride. Its gradient has the same dtype,
+            so that fp16 takes a loss scale by `weight_T` and not by `backward`;
             all arithmetic is fp32. fp64 is accepted, in torch, and stays fp64, with the numbers of
             tokens and the results. In a batch [B, L, V], or of more dimensions, all that is [T]
             here is [B, L], and so are the results; see `logprobs`.
@@ -279,7 +291,7 @@ def policy_loss(
             checked on the CPU and with FLOWKERNELS_DEBUG=1; elsewhere a target above V and NaN
             logits give a NaN loss.
         RuntimeError: a second backward pass through a loss whose gradient was formed in the forward
-            pass: it is handed over, not kept.
+            pass: it is handed over, not kept. Or one from fp16 by a loss that was scaled up.
 
     Source: PPO (arXiv 1707.06347) eq. 7, GRPO (arXiv 2402.03300) eq. 3, DAPO (arXiv 2503.14476) eq.
     8, Flow-GRPO (arXiv 2510.05592) eq. 5; the others at `LossSpec.loss_type`. T = 0 gives a zero

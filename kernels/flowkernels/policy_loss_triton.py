@@ -14,6 +14,7 @@ from flowkernels.loss_spec import KLS, LossSpec
 from flowkernels.row_gradients_triton import backward_row, write_zeros
 from flowkernels.rows_triton import (
     LOG2E,
+    UNSPECIALISED,
     Mask,
     Row,
     RowSlopes,
@@ -97,7 +98,7 @@ def _policy_term(
     return loss, slope, is_clipped
 
 
-@triton.jit(do_not_specialize=["num_rows", "temperature_stride"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def loss_kernel(
     logits_ptr, out_ptr, targets_ptr, temperature_ptr, mask_ids_ptr, mask_offsets_ptr,
     mask_copy_ptr, advantage_ptr, weight_ptr, old_ptr, ref_ptr, column_ptr, num_rows, num_vocab,

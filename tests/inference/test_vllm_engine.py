@@ -606,15 +606,21 @@ def test_versions_from_0_25_on_are_supported(version: str, is_old: bool) -> None
         check_version(version)
 
 
-def test_vllm_does_not_inherit_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_does_not_inherit_torchruns_variables_nor_memory_that_grows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", " expandable_segments : True")
     before = dict(os.environ)
     has_file = hasattr(sys.modules["__main__"], "__file__")
     with environment({"OMP_NUM_THREADS": "7"}), without_main():
         assert "RANK" not in os.environ
         assert "TORCHELASTIC_RUN_ID" not in os.environ
         assert os.environ["OMP_NUM_THREADS"] == "7"
+        assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+        assert os.environ["PYTORCH_ALLOC_CONF"] == ""
         assert sys.modules["__main__"].__spec__ is None
     assert dict(os.environ) == before
     assert hasattr(sys.modules["__main__"], "__file__") == has_file, "workers of xdist have none"

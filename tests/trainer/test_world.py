@@ -8,6 +8,7 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ranks import fork, launch
 
 from flowtrain.config import Config
 from flowtrain.config.command import run_command
+from flowtrain.trainer import balance as balancing
 from flowtrain.trainer import heartbeat
 from flowtrain.trainer.distributed import World
 from flowtrain.utils.commands import end_process
@@ -39,6 +41,21 @@ WRONG = [
 ]
 
 
+def exchanges(world: World) -> bool:
+    """Whether rows reach their rank, and over the group of messages."""
+    groups, send = [], dist.all_to_all_single
+
+    def noted(*tensors: Any, group: Any) -> None:
+        groups.append(group)
+        send(*tensors, group=group)
+
+    dist.all_to_all_single = noted  # type: ignore[assignment]
+    received = balancing._exchange([bytes([world.rank] * rank) for rank in range(SIZE)], world)
+    dist.all_to_all_single = send
+    expected = [bytes([rank] * world.rank) for rank in range(SIZE)]
+    return received == expected and groups == [world.control]
+
+
 def run(out: Path) -> None:
     """Keep the others waiting in every way, longer than the clock of training."""
     world = World.join("cpu", timeout_s=CLOCK_S)
@@ -54,6 +71,7 @@ def run(out: Path) -> None:
         if world.rank == late:
             time.sleep(2 * CLOCK_S)  # a rollout that takes longer
         found[name] = wait()
+    found["exchange"] = exchanges(world)
     for name, each in (("part_hangs", pair), ("hangs", world)):
         world.barrier()
         if each.rank == 0:
@@ -80,6 +98,10 @@ def test_ranks_wait_longer_for_each_other_than_the_clock_of_training(
         assert each["sum"] == 3.0 and each["gather"] == ["0", "1", "2"] and each["part"] == 2.0
 
 
+def test_rows_go_from_host_to_host(found: list[dict[str, object]]) -> None:
+    assert all(each["exchange"] for each in found)
+
+
 def test_a_collective_of_training_that_hangs_ends_the_rank(found: list[dict[str, object]]) -> None:
     assert found[0]["hangs"] and found[0]["part_hangs"]
 
@@ -89,16 +111,16 @@ def lose(out: Path, lost: int) -> None:
     heartbeat.BEAT_S, heartbeat.MOST_SILENT = 0.05, 20
     world = World.join("cpu", timeout_s=CLOCK_S)
 
-    def told(code: int) -> None:
+    def ended(code: int) -> NoReturn:
         (out / str(lost)).write_text(str(code))
         os.kill(pid, signal.SIGCONT)
-        os._exit(0)
+        end(0)
 
-    heartbeat.end_process = told  # type: ignore[assignment]
+    end, os._exit = os._exit, ended
     pid = int(world.gather_text(str(os.getpid()))[lost])
     if world.rank == lost:
         os.kill(pid, signal.SIGSTOP)
-        os._exit(0)
+        end(0)
     world.barrier()
 
 

@@ -33,6 +33,8 @@ _LAUNCHER = re.compile(
     "((LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ROLE_.*)"
 )
 """Variables of torchrun."""
+_ALLOCATOR = re.compile("PYTORCH_(CUDA_)?ALLOC_CONF")
+"""Options of torch's memory."""
 _DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -97,7 +99,8 @@ def check_version(version: str) -> None:
 @contextlib.contextmanager
 def environment(changes: Mapping[str, str]) -> Iterator[None]:
     """Set the environment of processes that start inside the block. torchrun's variables are left
-    out, because an engine would look for the trainer's ranks.
+    out, because an engine would look for the trainer's ranks; and segments of memory that grow,
+    which trainers like, because a vLLM that is to sleep refuses to start with them.
     """
     with _lock:
         before = dict(os.environ)
@@ -106,12 +109,20 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
         for name in before:
             if _LAUNCHER.fullmatch(name):
                 del os.environ[name]
+            if _ALLOCATOR.fullmatch(name):
+                os.environ[name] = _without_growth(before[name])
         try:
             yield
         finally:
             for name in os.environ.keys() - before.keys():
                 del os.environ[name]
             os.environ.update(before)
+
+
+def _without_growth(options: str) -> str:
+    """Leave expandable_segments out of torch's "name:value,name:value"."""
+    kept = (x for x in options.split(",") if x.partition(":")[0].strip() != "expandable_segments")
+    return ",".join(kept)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowtrain.agents.base import Agent
+from flowtrain.algorithms import Branches
 from flowtrain.config import Config
 from flowtrain.config.command import Interrupt
 from flowtrain.evaluation.evaluator import Evaluator, Measured, PartRollouts, held_out_name
@@ -30,7 +31,15 @@ from flowtrain.logging.rollouts import RolloutStats, count_rollouts
 from flowtrain.logging.survivors import count_survivors, survivor_metrics
 from flowtrain.logging.tally import Tally
 from flowtrain.logging.token_counts import account, count_tokens
-from flowtrain.records import PolicyName, Rollouts, Task, TokenAccount, TrainBatch, Trajectory
+from flowtrain.records import (
+    Group,
+    PolicyName,
+    Rollouts,
+    Task,
+    TokenAccount,
+    TrainBatch,
+    Trajectory,
+)
 from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
@@ -123,6 +132,12 @@ class Run:
             for engine in self.shared.engines.values():
                 engine.sleep()
             self.components.chats.sleep()
+
+    def branch(self, step: int, groups: Sequence[Group]) -> Branches:
+        """Choose where rollouts of a step branch; engines sleep while the trainer scores them."""
+        if self.components.algorithm.num_roots < self.config.rollout.group_size:
+            self.sleep()
+        return self.learner.branch(step, groups)
 
     def count(
         self,

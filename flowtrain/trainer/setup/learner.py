@@ -167,7 +167,9 @@ class Learner(Follower):
 
     def branch(self, step: int, groups: Sequence[Group]) -> Branches:
         components = self.components
-        return components.algorithm.branch(step, groups, self.trainer, components.tokenizer)
+        found = components.algorithm.branch(step, groups, self.trainer, components.tokenizer)
+        self._make_room()
+        return found
 
     def old_logprobs(self, rows: Rows) -> Rows:
         return self.trainer.old_logprobs(rows)
@@ -190,10 +192,14 @@ class Learner(Follower):
         with writing_tensors(self.store.root):
             metrics = self.publisher.publish(self.weights, version).metrics()
             self._on_main(lambda: self.store.collect_garbage(keep, replaced_s))
-        if self.config.vllm.sleep:
-            torch.cuda.empty_cache()  # or vLLM would wake up to a GPU that torch keeps
+        self._make_room()
         self.components.placement.wait()
         return metrics
+
+    def _make_room(self) -> None:
+        """Give back what torch keeps of a GPU, which a vLLM that sleeps would else wake up to."""
+        if self.config.vllm.sleep:
+            torch.cuda.empty_cache()
 
     def resume(self, path: Path) -> None:
         Follower.resume(self, path)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from flowtrain.config import Config
+from flowtrain.trainer.distributed import World
 from flowtrain.trainer.run.run import Run
 from flowtrain.trainer.setup.learner import Learner
-from flowtrain.weights import WeightStore
 
 
 class FakeWorld(SimpleNamespace):
@@ -66,22 +66,47 @@ def test_engines_of_a_rank_that_trains_sleep() -> None:
 def test_torch_gives_its_memory_back_to_an_engine_that_sleeps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sleep: bool
 ) -> None:
-    """With what publishing took, and before any rank goes on to wake its engine."""
+    """Behind what the trainer does last before an engine wakes up: a pass over the roots of
+    branches, or the casts and differences of a version.
+    """
     called: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("given back"))
+    config = Config.model_validate({"vllm": {"sleep": sleep}})
 
-    def publish(weights: object, version: int) -> Any:
-        called.append("published")
-        return SimpleNamespace(metrics=dict)
+    def does(name: str) -> Any:
+        return lambda *_: called.append(name) or SimpleNamespace(metrics=dict)
 
-    placement = SimpleNamespace(wait=lambda: called.append("together"))
-    learner: Any = SimpleNamespace(
-        config=Config.model_validate({"vllm": {"sleep": sleep}}),
-        weights={},
-        store=WeightStore(tmp_path),
-        publisher=SimpleNamespace(publish=publish),
-        components=SimpleNamespace(placement=placement),
-        _on_main=lambda action: action(),
+    make: Any = Learner
+    trainers = World(0, 1, torch.device("cpu"))
+    learner = make(
+        components=SimpleNamespace(
+            config=config,
+            algorithm=SimpleNamespace(branch=does("branch")),
+            tokenizer=None,
+            placement=SimpleNamespace(wait=does("others go on"), trainers=trainers),
+        ),
+        store=SimpleNamespace(root=Path("store"), collect_garbage=lambda *_: None),
+        trainer=None,
+        publisher=SimpleNamespace(publish=does("publish")),
+        checkpoints=None,
     )
-    Learner.publish(learner, 1)
-    assert called == ["published", *["given back"] * sleep, "together"]
+    monkeypatch.setattr(Learner, "weights", {})
+    learner.branch(1, [])
+    learner.publish(1)
+    given_back = ["given back"] * sleep
+    assert called == ["branch", *given_back, "publish", *given_back, "others go on"]
+
+
+@pytest.mark.parametrize(("num_roots", "expected"), [(2, ["sleep", "branch"]), (4, ["branch"])])
+def test_engines_sleep_while_the_trainer_looks_for_branches(
+    num_roots: int, expected: list[str]
+) -> None:
+    called: list[str] = []
+    run: Any = SimpleNamespace(
+        config=Config.model_validate({"rollout": {"group_size": 4}}),
+        components=SimpleNamespace(algorithm=SimpleNamespace(num_roots=num_roots)),
+        learner=SimpleNamespace(branch=lambda *_: called.append("branch")),
+        sleep=lambda: called.append("sleep"),
+    )
+    Run.branch(run, 1, [])
+    assert called == expected

@@ -1,0 +1,42 @@
+"""Copies of a rank's tensors in the memory of the host, for threads that write beside training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+class HostCopies:
+    """Copies tensors again and again, always the same ones by name.
+
+    A GPU copies to pinned memory, all tensors side by side and several times as fast. That memory
+    is kept for the next copy, because to pin it takes longer than to copy; as large as the tensors
+    are, which torch's own pinned memory is not: it is rounded up to powers of two.
+    """
+
+    def __init__(self) -> None:
+        self._pinned: dict[str, Tensor] = {}
+
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies. Those of a GPU are written over by the next call."""
+        copies = {name: self._copied(name, x.detach()) for name, x in tensors.items()}
+        if self._pinned:
+            torch.cuda.synchronize()
+        return copies
+
+    def _copied(self, name: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_cuda:
+            return tensor.clone()
+        if name not in self._pinned:
+            host = self._pinned[name] = torch.empty_like(tensor, device="cpu")
+            # What the system does not let it pin is copied all the same, only later.
+            torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)
+        return self._pinned[name].copy_(tensor, non_blocking=True)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for host in self._pinned.values():
+            torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+        self._pinned.clear()
