@@ -35,12 +35,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "layers not fused": {"fused": False},
     "one FSDP group": {"one_group": True},
     "four groups of rollouts": {"num_groups": 4},
+    "rectangles": {"attention": "rectangles"},
+    "walked": {"token_budget": 8192},
+    "walked, rectangles": {"token_budget": 8192, "attention": "rectangles"},
 }
 """Of one optimizer step on whole trees."""
 _STEPS = {
-    ("0.5b", 3): tuple(VARIANTS),
-    ("0.5b", 10): tuple(VARIANTS)[:3],
-    ("1.5b", 3): tuple(VARIANTS)[:3],
+    ("0.5b", 3): ("default", "layers not fused", "one FSDP group", "four groups of rollouts"),
+    ("0.5b", 10): ("default", "layers not fused", "rectangles", "walked", "walked, rectangles"),
+    ("1.5b", 3): ("default", "layers not fused", "one FSDP group"),
 }
 _SCALE = 0.02
 """Of the tokens of a step that has little to compute."""
@@ -147,7 +150,8 @@ def class_of(name: str) -> str:
 @functools.cache
 def _ours() -> dict[str, str]:
     """Kernels of flowkernels by name, with the file that has each."""
-    files = ("branching", "layers", "logprobs", "policy_loss", "rows", "sparse_delta")
+    files = ["branching", "distillation", "layers", "logprobs", "policy_loss", "rows"]
+    files.append("sparse_delta")
     modules = [importlib.import_module(f"flowkernels.{name}_triton") for name in files]
     functions = [x.fn for module in modules for x in vars(module).values() if hasattr(x, "fn")]
     return {f.__name__: f.__module__.rpartition(".")[2].removesuffix("_triton") for f in functions}
@@ -199,6 +203,7 @@ def _step(
     shape: str,
     num_turns: int,
     one_group: bool = False,
+    token_budget: int | None = None,
     **sharding: Any,
 ) -> tuple[Trainer, list[PackedRow], float]:
     """A trainer of a random model made on the device, the rows of one step, and the FLOPs that it
@@ -220,11 +225,16 @@ def _step(
         model = random_model(shape, longest)
     cost = ForwardCost.of(model)
     dtype = torch.bfloat16 if on_gpu else torch.float32
+    if not on_gpu:
+        sharding.pop("attention", None)  # a CPU trains by one kind alone
     # As a run has it: a GPU keeps logits in fp32.
     spec = sharded.ShardSpec(dtype, fp32_logits=on_gpu, **sharding)
     with patch.object(sharded, "_SMALL", 10**12 if one_group else sharded._SMALL):
         model = sharded.shard(model, world, spec)
-    trainer = Trainer(model, world, LossSpec(), OptimSpec(lr=1e-5))
+    if token_budget is not None and cases.is_small:
+        token_budget = round(token_budget * _SCALE)
+    optim = OptimSpec(lr=1e-5)
+    trainer = Trainer(model, world, LossSpec(), optim, token_budget=token_budget)
     return trainer, rows, 3 * sum(map(cost.flops, rows))
 
 
