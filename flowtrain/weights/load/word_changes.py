@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -67,6 +68,12 @@ def decode_pieces(
             yield WordChanges(start, stop, *map(torch.from_numpy, signed))
 
 
+@lru_cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return one stream for good: torch keeps the freed memory of each for that one alone."""
+    return torch.cuda.Stream(device)
+
+
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[int]:
     """Work on a stream of its own, beside what a GPU does; yields how many bytes may be taken: half
@@ -75,5 +82,5 @@ def side_stream(device: torch.device) -> Iterator[int]:
     if device.type != "cuda":
         yield 2**63
         return
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    with torch.cuda.stream(_stream(device)):
         yield torch.cuda.mem_get_info(device)[0] // 2
