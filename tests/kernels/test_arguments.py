@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import tomllib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,6 @@ from flowkernels import (
 from flowkernels.implementations import resolve_impl, warps
 from kernel_truth import IMPLS, Batch, on_device
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
 NUM, VOCAB = 4, 6
 
@@ -176,38 +173,6 @@ def test_auto_is_triton_on_a_gpu_and_torch_on_the_cpu() -> None:
     assert resolve_impl("auto", torch.device("cuda", 0)) == "triton"
     assert resolve_impl("auto", torch.device("cuda", 0), torch.float64) == "torch"
     assert resolve_impl("auto", torch.device("cpu")) == "torch"
-
-
-@pytest.mark.parametrize(
-    ("module", "launcher", "is_several"),
-    [
-        ("sparse_delta", "diff", False),
-        ("sparse_delta", "diff_all", True),
-        ("layers", "norm_gradient", True),
-        ("policy_loss", "run_loss", False),
-    ],
-)
-def test_kernels_are_launched_on_the_device_of_what_they_are_given(
-    monkeypatch: pytest.MonkeyPatch, module: str, launcher: str, is_several: bool
-) -> None:
-    """Triton launches on the current device, which is the first one on a thread of one's own."""
-    entered: list[torch.device | None] = [None]
-
-    @contextmanager
-    def enter(device: torch.device) -> Iterator[None]:
-        entered.append(device)
-        yield
-        entered.pop()
-
-    monkeypatch.setattr(torch.cuda, "device", enter)
-    kernels = importlib.import_module(f"flowkernels.{module}_triton")
-    monkeypatch.setattr(kernels, launcher, lambda *_: entered[-1])
-    function = getattr(importlib.import_module(f"flowkernels.{module}"), launcher)
-    with FakeTensorMode():
-        there = torch.empty(4, device="cuda:1")
-    given = [there] if is_several else there
-    assert function("triton", given) == torch.device("cuda", 1) and entered == [None]
-    assert function("triton", torch.zeros(4)) is None, "the interpreter's tensors are on the CPU"
 
 
 @pytest.mark.parametrize(("hip", "width"), [(None, 32), ("6.4", 64)])

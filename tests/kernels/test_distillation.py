@@ -150,6 +150,20 @@ def test_in_16_bits_the_error_is_that_of_its_logits(impl: str) -> None:
     assert errors[1] < 2**-7 and errors[0] < 2**-4
 
 
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_the_operator_is_one_that_torch_can_trace(divergence: str) -> None:
+    """Its shapes are known without its values."""
+    b = batch(torch.float64)
+    head = b["hidden_TD"], b["weight_VD"], b["bias_V"]
+    teacher = b["teacher_TE"], b["teacher_weight_VE"], b["teacher_bias_V"]
+    options = [True, True, True], False, 3, 3, "torch"
+    given = *head, *teacher, b["temperature"], b["weight_T"], divergence, 0.5, *options
+    operator = torch.ops.flowkernels.linear_distillation.default
+    # A second backward pass, which a check takes, is refused.
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(operator, given, test_utils=checks)
+
+
 def test_a_chunk_of_logits_of_each_is_alive_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, of_head = [], LMHead.logits
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -49,25 +46,3 @@ def test_a_program_has_no_more_threads_than_a_device_allows(
         for launch in (ONE_PASS, CAPPED_ONE_PASS, CAPPED_TWO_PASSES, two_passes(logits, None)):
             options = launch.options(size)
             assert lanes * options["num_warps"] == options["LANES"] <= 1024
-
-
-def test_no_number_of_rows_has_a_kernel_of_its_own() -> None:
-    """In a process with Triton's compiler, which the interpreter here stands in for."""
-    found = subprocess.run(
-        [sys.executable, "-c", _UNSPECIALISED],
-        env={name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"},
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    assert found.split() == ["7", "[]"]
-
-
-_UNSPECIALISED = """
-from flowkernels import logprobs_triton, policy_loss_triton
-kernels = logprobs_triton.score_kernel, logprobs_triton.gradient_kernel
-kernels += policy_loss_triton.loss_kernel, policy_loss_triton.statistics_kernel
-names = "num_rows", "temperature_stride"
-numbers = [each for kernel in kernels for each in kernel.params if each.name in names]
-print(len(numbers), [each.name for each in numbers if not each.do_not_specialize])
-"""
