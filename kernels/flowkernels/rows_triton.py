@@ -55,13 +55,12 @@ class Launch:
         widest there is.
         """
         is_hip = bool(torch.version.hip)  # whose warps have 64 lanes, and programs 1024 at most
-        limit = {} if is_hip else {"maxnreg": self.max_registers}
         return {
             "LANES": 32 * self.num_warps,
             "WIDTH": 16 // element_size,
             "num_warps": self.num_warps // 2 if is_hip else self.num_warps,
             "enable_fp_fusion": self.contracts,
-            **limit,
+            **({} if is_hip else {"maxnreg": self.max_registers}),
         }
 
 
