@@ -64,9 +64,6 @@ class Launch:
         }
 
 
-UNSPECIALISED = ["num_rows", "temperature_stride"]
-"""Numbers of a call that make no kernel of their own where they are 1 or a multiple of 16: it would
-be compiled for seconds, in the middle of a run, at whichever batch is the first to have them."""
 ONE_PASS = Launch(num_warps=4)
 """The launch of kernels that read a row once. Small programs, because one begins while others end.
 """
