@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from chat_templates import LLAMA31, MISTRAL, QWEN3, QWEN25, SMOLLM2
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flowtrain.agents.chat.tool_formats import FORMATS, MAX_CALLS, WrittenCall, format_of
+from flowtrain.agents.chat.tool_formats import FORMATS, MAX_CALLS, WrittenCall, format_of, tools_of
 
 ARGUMENTS = {"query": "area of Chad"}
 JSON = json.dumps(ARGUMENTS)
@@ -27,15 +28,32 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
-CALLS = st.builds(
-    lambda name, values: WrittenCall(name, json.dumps(values, ensure_ascii=False)),
-    st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,20}", fullmatch=True),
-    st.dictionaries(
-        st.text() | st.sampled_from(["</tool>", "</tool_call>", "[TOOL_CALLS]"]),
-        JSON_VALUES | st.sampled_from(["</tool_call>", "<tool_call>", "</tool>", "; {", "}"]),
-        max_size=3,
+MARKS = [
+    *("</tool>", "</tool_call>", "<tool_call>", "[TOOL_CALLS]", "; {", "}", "</parameter>"),
+    *("</arg_value>", "</function>", "<tool_call|>", "<|tool_call_end|>", "</invoke>", "</think>"),
+    *("<think>", "<|call|>", "<|message|>", "```", "\n</parameter>\n", "'", '"', "\\"),
+]
+NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,20}", fullmatch=True)
+CALLS = st.lists(
+    st.builds(
+        lambda name, values: WrittenCall(name, json.dumps(values, ensure_ascii=False)),
+        NAMES,
+        st.dictionaries(
+            NAMES | st.text() | st.sampled_from(MARKS),
+            JSON_VALUES | st.sampled_from(MARKS),
+            max_size=3,
+        ),
     ),
-)  # fmt: skip
+    min_size=1,
+    max_size=3,
+    unique_by=lambda call: call.name,
+)
+BARE_KEYS = {
+    *("qwen3_coder", "seed_oss", "glm", "minimax_m2", "deepseek_v32", "muse", "gemma4", "pythonic"),
+}
+"""Formats that write the names of arguments without quotes, which takes names only."""
+
+
 PIECES = st.lists(
     st.sampled_from(
         [
@@ -64,6 +82,13 @@ def test_no_text_makes_a_parser_raise(name: str, text: str) -> None:
         (call.name + call.arguments + call.problem).encode()
 
 
+def _with_names(value: Any) -> Any:
+    """The value with names for keys."""
+    if isinstance(value, dict):
+        return {f"key_{n}": _with_names(item) for n, item in enumerate(value.values())}
+    return list(map(_with_names, value)) if isinstance(value, list) else value
+
+
 def _is_object(call: WrittenCall) -> bool:
     try:
         return isinstance(json.loads(call.arguments), dict)
@@ -72,14 +97,15 @@ def _is_object(call: WrittenCall) -> bool:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@given(calls=st.lists(CALLS, min_size=1, max_size=3), said=st.sampled_from(["", "I look.\n"]))
+@given(calls=CALLS, said=st.sampled_from(["", "I look.\n"]))
 def test_what_is_written_is_read(name: str, calls: list[WrittenCall], said: str) -> None:
-    if name == "json":
-        calls = calls[:1]
     if name in ("json", "llama3"):
         said = ""  # a response with a call has nothing else
-    content, read = FORMATS[name].parse(said + FORMATS[name].write(calls))
-    assert list(read) == calls and content == said
+    if name in BARE_KEYS:
+        calls = [WrittenCall(each.name, json.dumps(_with_names(each.values))) for each in calls]
+    content, read = FORMATS[name].parse(said + FORMATS[name].write(calls), tools_of(calls))
+    assert [call.problem for call in read] == [""] * len(calls)
+    assert [call.name for call in read] == [call.name for call in calls] and content == said
     assert [call.values for call in read] == [json.loads(call.arguments) for call in calls]
 
 
@@ -131,7 +157,25 @@ def test_calls_as_models_write_them(name: str, text: str, content: str, num_call
         ("mistral", "[TOOL_CALLS] []", "no call"),
         ("mistral", "[TOOL_CALLS]Search[1]", "no JSON object"),
         ("xml", '<tool name="Search">area</tool>', "no valid JSON"),
-        ("json", '{"name": "f", "arguments": {}} {"name": "f", "arguments": {}}', "more than one"),
+        ("json", '{"name": "f", "arguments": {}} and so on', "follows"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=q>\nChad", "no end"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=q>\nx\n</parameter>\n", "no end"),
+        ("qwen3_coder", "<tool_call>\n<func", "no end"),
+        ("qwen3_coder", "<tool_call>\n", "no end"),
+        ("qwen3_coder", "<function=>\n</function>", "no name"),
+        ("qwen3_coder", "<function=f>\nChad\n</function>\n</tool_call>", "malformed"),
+        ("glm", "<tool_call>f\n<arg_key>q</arg_key>\n<arg_value>Chad", "no end"),
+        ("glm", "<tool_call>f\n<arg_key>q</arg_key>\nChad</tool_call>", "malformed"),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter', "no end"),
+        ("deepseek_v32", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n', "no end"),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{", "no valid"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f", "no valid JSON"),
+        ("kimi_k2", "<|tool_call_begin|>functions.f:0", "no valid JSON"),
+        ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json", "no valid JSON"),
+        ("harmony", " to=functions.f<|channel|>commentary json<|message|>{", "no valid JSON"),
+        ("gemma4", '<|tool_call>call:f{q:<|"|>Chad', "no valid value"),
+        ("pythonic", "<|tool_call_start|>[f(q='Chad", "no valid value"),
+        ("pythonic", "[f(q=__import__('os'))]", "no valid value"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 17, "more than 16"),
     ],
 )  # fmt: skip
@@ -154,7 +198,7 @@ def test_a_broken_call_does_not_hide_the_next() -> None:
 
 def test_text_after_a_call_in_the_newer_form_of_mistral_is_malformed() -> None:
     _, calls = FORMATS["mistral"].parse(f"[TOOL_CALLS]Search{JSON} and so on")
-    assert calls[0] == CALL and calls[1].problem == "text after a call"
+    assert [call.problem for call in calls] == ["something other than a call follows the value"]
 
 
 def test_calls_within_a_thinking_do_not_count() -> None:
@@ -200,7 +244,7 @@ def written(before: str, call: str = WRITTEN, after: str = "") -> str:
         (written("", after=";"), "llama3"),
         (written("<function_call> "), ""),
         (written("functools[", after="]"), ""),
-        (written("<tool_calls>[", after="]</tool_calls>"), ""),
+        (written("<tool_calls>[", after="]</tool_calls>"), "tool_calls"),
         (written("<tool_call>", "<invoke name='{{ c.function.name }}'>", "</tool_call>"), ""),
         (written("<tool_call>", "<function={{ c.function.name }}>", "</function></tool_call>"), ""),
         (

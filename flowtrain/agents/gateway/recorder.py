@@ -156,7 +156,8 @@ class Recorder:
         if not request.reads_calls:
             return _before_stop(call.text, request.stop), ()
         text = self._dialect.template.text_of(call.response_ids, _is_whole(call))
-        content, tool_calls = self._dialect.format.parse(_before_stop(text, request.stop))
+        text = _before_stop(text, request.stop)
+        content, tool_calls = self._dialect.format.parse(text, request.tools)
         if problem := next(
             (tool_call.problem for tool_call in tool_calls if tool_call.problem), ""
         ):

@@ -1,0 +1,110 @@
+"""The contract of tool formats: what a call is, and what reads and writes calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowtrain.utils.text import THINK_END, encodable
+
+MAX_CALLS = 16
+"""Calls of one response that are read; a response with more is malformed."""
+_THINK = "<think>"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenCall:
+    """A call of a tool as a response writes it."""
+
+    name: str
+    """"" where it could not be read."""
+    arguments: str
+    """A JSON object; the text of the call where that could not be read."""
+    problem: str = ""
+    """Why it could not be read, for the model; else ""."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return the arguments of a call without a problem."""
+        return dict(json.loads(self.arguments))
+
+
+Read = tuple[str, list[WrittenCall]]
+"""The text before the calls, and the calls."""
+Schemas = Mapping[str, Any]
+"""JSON schemas of the arguments of tools, by the name of the tool."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One way to write tool calls."""
+
+    name: str
+    read: Callable[[str, Schemas], Read]
+    """Split a response behind its thinking; the schemas tell "5" from 5 where a format does not."""
+    write: Callable[[Sequence[WrittenCall]], str]
+    example: WrittenCall = WrittenCall("NAME", "{...}")
+
+    @property
+    def shape(self) -> str:
+        """Return a call as the model is shown it."""
+        return self.write([self.example])
+
+    def parse(
+        self, text: str, tools: Iterable[Mapping[str, Any]] = ()
+    ) -> tuple[str, tuple[WrittenCall, ...]]:
+        """Return the text without calls, thinking included, and the calls; never raises.
+
+        Args:
+            tools: as OpenAI's chat completions have them.
+        """
+        functions = [tool["function"] for tool in tools]
+        schemas = {function["name"]: function.get("parameters") for function in functions}
+        content, calls = self.read(text, schemas)
+        start = 0
+        for _ in range(MAX_CALLS):  # thoughts of one response
+            if (end := text.find(THINK_END, start)) < 0:
+                break
+            # In the words of a call, what looks like the end of a thought is none.
+            if _are_whole(calls) and not _are_whole(self.read(text[start:end], schemas)[1]):
+                break
+            start = end + len(THINK_END)
+            content, calls = self.read(text[start:], schemas)
+        if _THINK in content:  # it was cut while it thought
+            return text, ()
+        if len(calls) > MAX_CALLS:
+            calls = [broken(text[start:], f"more than {MAX_CALLS} calls in one response")]
+        return text[:start] + content, tuple(calls)
+
+    def describe(self, tools: Iterable[Mapping[str, Any]]) -> str:
+        """Describe tools, given as OpenAI's chat completions have them, and how to call them."""
+        lines = [f"- {json.dumps(tool['function'], ensure_ascii=False)}" for tool in tools]
+        return "\n".join(
+            [
+                "You can call tools. The arguments of each are described as a JSON schema:",
+                *lines,
+                f"To call one, write nothing but this, and wait for the result:\n{self.shape}",
+                "Give your answer without a call.",
+            ]
+        )
+
+
+def called(name: str, arguments: Any, raw: str) -> WrittenCall:
+    """Return a call, a broken one unless the arguments are an object."""
+    if not isinstance(arguments, dict):
+        return broken(raw, "the arguments are no JSON object")
+    if not name:
+        return broken(raw, "the call has no name")
+    # JSON can spell half a surrogate pair, which no tokenizer takes.
+    return WrittenCall(encodable(name), encodable(json.dumps(arguments, ensure_ascii=False)))
+
+
+def broken(raw: str, problem: str) -> WrittenCall:
+    """Return a call that could not be read, with the reason."""
+    return WrittenCall("", encodable(raw), encodable(problem))
+
+
+def _are_whole(calls: Sequence[WrittenCall]) -> bool:
+    return not any(call.problem for call in calls)
