@@ -72,7 +72,7 @@ class ToolFormat:
                 break
             start = end + len(THINK_END)
             content, calls = self.read(text[start:], schemas)
-        if _THINK in content:  # it was cut while it thought
+        if _THINK in content and THINK_END not in content:  # it was cut while it thought
             return text, ()
         if len(calls) > MAX_CALLS:
             calls = [broken(text[start:], f"more than {MAX_CALLS} calls in one response")]
