@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -60,7 +61,18 @@ PIECES = st.lists(
             *("<tool_call>", "</tool_call>", '<tool name="', '">', "</tool>", "[TOOL_CALLS]"),
             *('{"name": "f", "arguments": {}}', '{"name": "f", "parameters": 3}', "[", "]", ","),
             *("<|python_tag|>", "{", "}", '"', "NaN", "\\ud800", "<think>", "</think>", ";", "["),
-            *("[ARGS]", "f{}", " ", "\n", "x"),
+            *("[ARGS]", "f{}", " ", "\n", "x", "<function=f>", "<parameter=q>", "</parameter>"),
+            *("</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</invoke>"),
+            *(
+                '<invoke name="f">',
+                '<parameter name="q">',
+                "<｜tool▁calls▁begin｜>",
+                "<｜tool▁sep｜>",
+            ),
+            *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "```json\n", "```", "<tool_call|>"),
+            *("<|tool_call>", "call:f", '<|"|>', "<|tool_call_start|>", "f(q='", "'", ")", "\\"),
+            *("<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", "<|call|>"),
+            *(" to=functions.f", "<|channel|>", "<|message|>", "<|start|>", "analysis", "<|end|>"),
         ]
     )
     | st.text(max_size=5),
@@ -80,6 +92,66 @@ def test_no_text_makes_a_parser_raise(name: str, text: str) -> None:
     for call in calls:
         assert call.problem or _is_object(call)
         (call.name + call.arguments + call.problem).encode()
+
+
+HOSTILE = [
+    *("<tool_call>", "<tool_call>\n<function=", "<function=", "<parameter=q>", "</parameter>"),
+    *("<function=f><parameter=q>", "<arg_key>", "<tool_call>f<arg_key>q</arg_key><arg_value>"),
+    *("<tool_calls>", "<invoke ", '<invoke name="', '<parameter name="', "</invoke>", "</think>"),
+    *("<think>", "<think></think>", " to=", " to=functions.f", "<|channel|>analysis<|message|>"),
+    *(
+        "<|start|>assistant",
+        "<|start|>assistant<|channel|>a to=f",
+        "<|tool_call>",
+        "<|tool_call>call:",
+    ),
+    *(
+        '<|"|>',
+        "'",
+        '"',
+        "'\\",
+        "\\'",
+        "f(",
+        "a=",
+        "a",
+        " ",
+        "\n",
+        "a:",
+        "{",
+        "[",
+        "(",
+        "[TOOL_CALLS]",
+    ),
+    *("[TOOL_CALLS]a ", "<|tool_call_start|>", "<|tool_call_start|>['", "<｜tool▁calls▁begin｜>"),
+    *(
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n",
+        "<|tool_call_begin|>a",
+    ),
+    *('{"name": "f", "arguments": {}}', "<|python_tag|>", "<tool_call>{}", "; ", "</parameter>\n"),
+    *("</arg_value> ", "<minimax:tool_call>", "<｜DSML｜invoke", "<a_calls>"),
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_time_is_linear_in_the_length_of_a_response(name: str) -> None:
+    """What is quadratic takes a second here, and what is linear a millisecond or two."""
+    parse, shape = FORMATS[name].parse, FORMATS[name].shape
+    heads = {"", "</think>", *(shape.partition(end)[0] for end in ("NAME", "{...", "..."))}
+
+    def seconds(text: str) -> float:
+        begun = time.process_time()
+        parse(text)
+        return time.process_time() - begun
+
+    slow = [
+        (head, piece)
+        for head in heads
+        for piece in HOSTILE
+        for tail in ("", "<")
+        if seconds(head + piece * (10_000 // len(piece)) + tail) > 0.1
+    ]
+    assert not slow
 
 
 def _with_names(value: Any) -> Any:

@@ -197,7 +197,8 @@ STYLES = {
             "'<|call|>'",
             "('<|channel|>analysis<|message|>' + m.content + '<|end|><|start|>assistant'"
             " if m.content else '')",
-            "('<|channel|>final' if m is defined and m.role == 'assistant' else '') + '<|message|>'",
+            "('<|channel|>final' if m is defined and m.role == 'assistant' else '')"
+            " + '<|message|>'",
         ),
         "<|return|>",
         (

@@ -269,7 +269,7 @@ TAGGED = (
     ),
     _tagged(
         "harmony",
-        r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? to=(?:functions\.)?(?P<name>[\w.-]*)"
+        r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? to=(?:functions\.)?(?P<name>[\w.-]*+)"
         r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\w*(?:<\|message\|>|\Z)",
         "<|call|>",
         lambda call, _: (
@@ -299,5 +299,5 @@ TAGGED = (
         example=_ONE,
     ),
 )
-JSON = _tagged("json", "(?!)", "", _named(), bare=rf"\[?\s*{_OBJECT}")
+JSON = _tagged("json", "(?!)", "", _named(), bare=rf"(?:\[\s*)?{_OBJECT}")
 """Nothing but an object, or a list of them; last of all, as others begin so, too."""
