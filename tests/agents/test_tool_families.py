@@ -32,6 +32,15 @@ def rollout(family: str, *texts: str, **options: Any) -> Rollout:
     return Rollout(tokenizer_in(family), *said, adds_end=False, **options)
 
 
+def program_of(family: str, *replies: str) -> Program:
+    """A program whose requests the family answers with these."""
+    program = Program("qwen2.5", *replies)
+    program.engine.tokenizer = tokenizer_in(family)
+    dialect = Dialect.of(CONFIG, tokenizer_in(family), "it")
+    program.recorder = Recorder(program.session, dialect, 1000)
+    return program
+
+
 @FAMILIES
 def test_calls_are_written_as_the_template_does_and_read_back(family: str) -> None:
     """The next prompt has the ids that the template and the tokenizer alone would give it."""
@@ -93,12 +102,8 @@ def test_a_call_that_was_cut_is_told_to_the_policy(family: str) -> None:
 @FAMILIES
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_the_gateway_tells_calls_on_every_wire(family: str, stream: bool) -> None:
-    style, program = STYLES[family], Program("qwen2.5")
-    tokenizer = tokenizer_in(family)
     text = FORMATS[family].write([WrittenCall("search", '{"query": "5"}')])
-    program.engine.tokenizer = tokenizer
-    program.engine.replies[:] = [text + style.call_end, "It is 1284."]
-    program.recorder = Recorder(program.session, Dialect.of(CONFIG, tokenizer, "it"), 1000)
+    program = program_of(family, text + STYLES[family].call_end, "It is 1284.")
 
     async def run() -> None:
         body = {"model": "x", "messages": [user("Hi")], "tools": [SEARCH], "stream": stream}
@@ -117,8 +122,17 @@ def test_the_gateway_tells_calls_on_every_wire(family: str, stream: bool) -> Non
     check_grown(program.engine.log)
 
 
+THOUGHT = "<|channel|>analysis<|message|>So it is.<|end|><|start|>assistant"
+ANSWER = f"{THOUGHT}<|channel|>final<|message|>1284"
+
+
 def test_gpt_oss_says_its_thoughts_and_its_answer() -> None:
-    thought = "<|channel|>analysis<|message|>So it is.<|end|><|start|>assistant"
-    asks = thought + call("harmony", "area of Chad")
-    done = rollout("harmony", asks, f"{thought}<|channel|>final<|message|>1284")
+    done = rollout("harmony", THOUGHT + call("harmony", "area of Chad"), ANSWER)
     assert done.tool.started == ["area of Chad"] and done.done.answer.strip() == "1284"
+
+
+@pytest.mark.parametrize("tools", [[], [SEARCH]], ids=["without tools", "with tools"])
+def test_a_program_reads_the_answer_of_gpt_oss_without_its_marks(tools: list[Any]) -> None:
+    program = program_of("harmony", f"{ANSWER}<|return|>")
+    message = asyncio.run(program.ask([user("Hi")], tools=tools))
+    assert message["content"] == "<think>\nSo it is.\n</think>\n\n1284"
