@@ -94,6 +94,20 @@ def test_no_text_makes_a_parser_raise(name: str, text: str) -> None:
         (call.name + call.arguments + call.problem).encode()
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@given(calls=CALLS, share=st.floats(0, 1))
+def test_what_was_cut_is_read_as_it_was_meant_or_as_broken(
+    name: str, calls: list[WrittenCall], share: float
+) -> None:
+    if name in BARE_KEYS:
+        calls = [WrittenCall(each.name, json.dumps(_with_names(each.values))) for each in calls]
+    text = FORMATS[name].write(calls)
+    _, read = FORMATS[name].parse(text[: int(len(text) * share)], tools_of(calls))
+    whole = [(call.name, call.values) for call in read if not call.problem]
+    assert whole == [(call.name, call.values) for call in calls[: len(whole)]]
+    assert len(read) - len(whole) <= 1
+
+
 HOSTILE = [
     *("<tool_call>", "<tool_call>\n<function=", "<function=", "<parameter=q>", "</parameter>"),
     *("<function=f><parameter=q>", "<arg_key>", "<tool_call>f<arg_key>q</arg_key><arg_value>"),

@@ -67,8 +67,10 @@ class ToolFormat:
         for _ in range(MAX_CALLS):  # thoughts of one response
             if (end := text.find(THINK_END, start)) < 0:
                 break
-            # In the words of a call, what looks like the end of a thought is none.
-            if _are_whole(calls) and not _are_whole(self.read(text[start:end], schemas)[1]):
+            # What looks like the end of a thought is none in a call that is whole with it alone.
+            _, cut = self.read(text[start:end], schemas)
+            whole = calls[len(cut) - 1] if 0 < len(cut) <= len(calls) else None
+            if whole and cut[-1].problem and not whole.problem:
                 break
             start = end + len(THINK_END)
             content, calls = self.read(text[start:], schemas)
@@ -104,7 +106,3 @@ def called(name: str, arguments: Any, raw: str) -> WrittenCall:
 def broken(raw: str, problem: str) -> WrittenCall:
     """Return a call that could not be read, with the reason."""
     return WrittenCall("", encodable(raw), encodable(problem))
-
-
-def _are_whole(calls: Sequence[WrittenCall]) -> bool:
-    return not any(call.problem for call in calls)
