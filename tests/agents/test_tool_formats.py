@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from chat_templates import LLAMA31, MISTRAL, QWEN3, QWEN25, SMOLLM2
@@ -12,7 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flowtrain.agents.chat.tool_formats import FORMATS, MAX_CALLS, WrittenCall, format_of, tools_of
+from flowtrain.config.agents import ToolFormatName
 
+ROOT = Path(__file__).resolve().parents[2]
 ARGUMENTS = {"query": "area of Chad"}
 JSON = json.dumps(ARGUMENTS)
 TEXT = json.dumps(JSON)
@@ -361,3 +365,16 @@ def test_the_description_shows_tools_and_form(name: str) -> None:
     tool = {"type": "function", "function": {"name": "Search", "description": "Looks é up."}}
     text = FORMATS[name].describe([tool])
     assert "Looks é up." in text and FORMATS[name].shape in text
+
+
+def test_the_page_shows_every_format_and_names_tests_that_there_are() -> None:
+    page = (ROOT / "docs" / "agents" / "tools.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*`) \| [^|]+ \|$", page, re.MULTILINE)
+    shown = {name: re.findall(r"`` (.*?) ``|`([^`]+)`", shape) for name, shape in rows}
+    shapes = {
+        name: "\n".join(map("".join, lines)).replace("\\|", "|") for name, lines in shown.items()
+    }
+    assert shapes == {name: form.shape for name, form in FORMATS.items()}
+    assert set(get_args(ToolFormatName)) == {"auto", *FORMATS}
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_tool_f*.py"))
+    assert not [name for name in re.findall(r"`(test_\w+)`", page) if f"def {name}(" not in tests]
