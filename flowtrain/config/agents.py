@@ -31,7 +31,7 @@ NO_ENGINE = ("none", "rules", OWN)
 
 ToolFormatName = Literal[
     "auto", "hermes", "llama3", "mistral", "xml", "tool_calls", "nemotron", "granite", "cohere",
-    "apertus", "internlm2", "gigachat", "functionary", "deepseek_v3", "deepseek_v31", "kimi_k2",
+    "apertus", "gigachat", "functionary", "deepseek_v3", "deepseek_v31", "kimi_k2",
     "harmony", "gemma4", "pythonic", "qwen3_coder", "seed_oss", "glm", "minimax_m2",
     "deepseek_v32", "muse", "json",
 ]  # fmt: skip

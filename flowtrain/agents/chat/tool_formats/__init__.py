@@ -7,7 +7,7 @@ can be told about it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from flowtrain.agents.chat.tool_formats.contract import MAX_CALLS, ToolFormat, WrittenCall
 from flowtrain.agents.chat.tool_formats.keyed import KEYED
 from flowtrain.agents.chat.tool_formats.tagged import JSON, TAGGED
+from flowtrain.agents.chat.tool_formats.values import TYPES
 from flowtrain.inference.token_chat import TEMPLATE_ERRORS, render_template
 from flowtrain.utils.text import THINK_END
 
@@ -42,62 +43,38 @@ def format_of(chat_template: str, tokens: Mapping[str, str] = MappingProxyType({
     """
     values = {"city": 'The "Hague"', "code": "5", "lines": "\na\n", "more": {"is": [True]}}
     calls = [WrittenCall(f"find_{n}", json.dumps({**values, "n": n})) for n in range(2)]
-    replies = list(_replies(chat_template, calls, tokens))
-    return next(
-        (
-            name
-            for name, form in FORMATS.items()
-            if replies and all(reads(form, reply, given) for reply, given in replies)
-        ),
-        "",
-    )
-
-
-def _replies(
-    chat_template: str, calls: Sequence[WrittenCall], tokens: Mapping[str, str]
-) -> Iterator[tuple[str, Sequence[WrittenCall]]]:
+    replies: dict[str, Sequence[WrittenCall]] = {}
     with suppress(*TEMPLATE_ERRORS):  # some take one call at a time, and say so in their own way
-        first = rendered_reply(chat_template, calls[:1], tokens)
-        yield first, calls[:1]
-        if (both := rendered_reply(chat_template, calls, tokens)) != first:
-            yield both, calls
+        for given in (calls[:1], calls):
+            replies.setdefault(rendered_reply(chat_template, given, tokens), given)
+    for name, form in FORMATS.items():
+        if replies and all(reads(form, reply, given) for reply, given in replies.items()):
+            return name
+    return ""
 
 
 def reads(form: ToolFormat, reply: str, calls: Sequence[WrittenCall]) -> bool:
     """Tell whether a format reads a reply as these calls, and nothing beside."""
     content, found = form.parse(reply, tools_of(calls))
-    said = content.rpartition(THINK_END)[2].strip()
-    return not said and [_facts(call) for call in found] == [_facts(c) for c in calls]
+    is_alone = not content.rpartition(THINK_END)[2].strip()
+    return is_alone and list(map(_facts, found)) == list(map(_facts, calls))
 
 
 def _facts(call: WrittenCall) -> tuple[str, str]:
-    """Return a call in a form in which 1, 1.0 and true are not equal, and the order of keys is."""
-    if call.problem:
-        return "", ""
-    return call.name, json.dumps(call.values, sort_keys=True)
+    """Return a call in a form in which 1, 1.0 and true differ, and orders of keys do not."""
+    return call.name, "" if call.problem else json.dumps(call.values, sort_keys=True)
 
 
 def tools_of(calls: Sequence[WrittenCall]) -> list[dict[str, Any]]:
     """Define tools, as OpenAI's chat completions do, that take these calls."""
-    types = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array"}
-    types[type(None)] = "null"
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": call.name,
-                "description": "Finds.",
-                "parameters": {
-                    "type": "object",
-                    "properties": {
-                        key: {"type": types.get(type(value), "object"), "description": key}
-                        for key, value in call.values.items()
-                    },
-                },
-            },
-        }
-        for call in calls
-    ]
+    tools = []
+    for call in calls:
+        kinds = {key: TYPES[type(value)] for key, value in call.values.items()}
+        fields = {key: {"type": kind, "description": key} for key, kind in kinds.items()}
+        schema = {"type": "object", "properties": fields}
+        function = {"name": call.name, "description": "Finds.", "parameters": schema}
+        tools.append({"type": "function", "function": function})
+    return tools
 
 
 def rendered_reply(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from flowtrain.utils.text import THINK_END, encodable
@@ -45,7 +47,7 @@ class ToolFormat:
     read: Callable[[str, Schemas], Read]
     """Split a response behind its thinking; the schemas tell "5" from 5 where a format does not."""
     write: Callable[[Sequence[WrittenCall]], str]
-    example: WrittenCall = WrittenCall("NAME", "{...}")
+    example: WrittenCall
 
     @property
     def shape(self) -> str:
@@ -91,6 +93,52 @@ class ToolFormat:
                 "Give your answer without a call.",
             ]
         )
+
+
+def make_format(
+    name: str,
+    opening: str,
+    calls_at: Callable[[str, re.Match[str], Schemas], tuple[list[WrittenCall], int]],
+    written: Callable[[WrittenCall, int], str],
+    around: tuple[str, str, str],
+    *,
+    bare: str = "(?!)",
+    content: Callable[[str], str] = str,
+    example: str = '{"ARGUMENT": "..."}',
+) -> ToolFormat:
+    """Make a format of calls that begin with marks.
+
+    Args:
+        opening: the pattern of the marks, with the `name` of the tool where it stands there.
+        calls_at: reads the calls behind a mark; returns the place behind them, too.
+        written: writes a call, whose number is given.
+        around: what is written before, between and after calls.
+        bare: how a response begins that has calls without marks, and nothing else.
+        content: makes of the text before calls what the model has said.
+        example: the arguments of the call that the model is shown.
+    """
+    opens, begins_bare = re.compile(opening), re.compile(rf"\s*(?={bare})")
+    before, between, after = around
+
+    def read(text: str, schemas: Schemas) -> Read:
+        match = begins_bare.match(text) or opens.search(text)
+        said = text[: match.start()] if match else text
+        calls: list[WrittenCall] = []
+        while match and len(calls) <= MAX_CALLS:
+            new_calls, place = calls_at(text, match, schemas)
+            calls += new_calls
+            match = opens.search(text, place)
+        return content(said), calls
+
+    def write(calls: Sequence[WrittenCall]) -> str:
+        return before + between.join(map(written, calls, count())) + after
+
+    return ToolFormat(name, read, write, WrittenCall("NAME", example))
+
+
+def name_in(match: re.Match[str]) -> str:
+    """Return the name of the tool that stands in an opening mark; "" where there is none."""
+    return (match.groupdict().get("name") or "").strip()
 
 
 def called(name: str, arguments: Any, raw: str) -> WrittenCall:

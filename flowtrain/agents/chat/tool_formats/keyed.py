@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from flowtrain.agents.chat.tool_formats.contract import (
-    MAX_CALLS,
-    Read,
     Schemas,
     ToolFormat,
     WrittenCall,
     broken,
     called,
+    make_format,
+    name_in,
 )
-from flowtrain.agents.chat.tool_formats.values import decode_json, decode_python, skip
+from flowtrain.agents.chat.tool_formats.values import TYPES, decode_json, decode_python, skip
 
 
 def _keyed(
@@ -43,22 +43,12 @@ def _keyed(
         around: what is written before, between and after calls.
         pad: what stands on either side of a value, and is no part of it.
     """
-    opens, takes, closes = map(re.compile, (opening, argument, ends[1]))
+    takes, closes = re.compile(argument), re.compile(ends[1])
     # Marks in a value are text, unless what comes next could stand behind a value.
     ends_value = re.compile(rf"{ends[0]}(?=\s*(?:{argument}|{ends[1]}|\Z))")
 
-    def read(text: str, schemas: Schemas) -> Read:
-        calls: list[WrittenCall] = []
-        match = opens.search(text)
-        said = text[: match.start()] if match else text
-        while match and len(calls) <= MAX_CALLS:
-            call, place = read_call(text, match, schemas)
-            calls.append(call)
-            match = opens.search(text, place)
-        return said, calls
-
-    def read_call(text: str, match: re.Match[str], schemas: Schemas) -> tuple[WrittenCall, int]:
-        tool, place = (match["name"] or "").strip(), match.end()
+    def call_at(text: str, match: re.Match[str], schemas: Schemas) -> tuple[list[WrittenCall], int]:
+        tool, place = name_in(match), match.end()
         schema = schemas.get(tool)
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
         values: dict[str, Any] = {}
@@ -68,38 +58,26 @@ def _keyed(
                 break
             raw = text[begun.end() : ended.start()].removeprefix(pad).removesuffix(pad)
             known = properties.get(begun["key"]) if isinstance(properties, Mapping) else None
-            kind = begun["kind"] if "kind" in takes.groupindex else None
-            values[begun["key"]] = _value(raw, kind, known)
+            values[begun["key"]] = _value(raw, begun.groupdict().get("kind"), known)
             place = ended.end()
         place = skip(text, place)
         if closed := closes.match(text, place):
-            return called(tool, values, text[match.start() : closed.end()]), closed.end()
+            return [called(tool, values, text[match.start() : closed.end()])], closed.end()
         following = closes.search(text, place)
         end = following.end() if following else len(text)
         problem = "the call has no end" if following is None else "the arguments are malformed"
-        return broken(text[match.start() : end], problem), end
+        return [broken(text[match.start() : end], problem)], end
 
-    def write(calls: Sequence[WrittenCall]) -> str:
-        before, between, after = around
-        return before + between.join(map(written, calls)) + after
-
-    def written(call: WrittenCall) -> str:
+    def written(call: WrittenCall, _: int) -> str:
         begin, each, end = forms
-        values = call.values.items()
-        pieces = [
-            each.format(key=key, kind=_kind(value), value=_text(value)) for key, value in values
-        ]
-        return "".join([begin.format(name=call.name), *pieces, end])
+        pieces = [begin.format(name=call.name)]
+        for key, value in call.values.items():
+            is_text = isinstance(value, str)
+            shown = value if is_text else json.dumps(value, ensure_ascii=False)
+            pieces.append(each.format(key=key, kind=str(is_text).lower(), value=shown))
+        return "".join([*pieces, end])
 
-    return ToolFormat(name, read, write, WrittenCall("NAME", '{"ARGUMENT": "..."}'))
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _kind(value: Any) -> str:
-    return "true" if isinstance(value, str) else "false"
+    return make_format(name, opening, call_at, written, around)
 
 
 def _value(raw: str, kind: str | None, schema: Any) -> Any:
@@ -110,7 +88,7 @@ def _value(raw: str, kind: str | None, schema: Any) -> Any:
     for decode in (decode_json, decode_python):  # Seed's template writes objects as Python does
         value, end, problem = decode(raw)
         is_whole = not problem and skip(raw, end) == len(raw)
-        if is_whole and (not types or _type_of(value) & types - {"string"}):
+        if is_whole and (not types or _type_of(value) in types - {"string"}):
             return value
         if not types - {"string"}:
             break  # without a type, words such as True are text
@@ -122,24 +100,19 @@ def _types(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
-    types = {each for each in _list(named) or [named] if isinstance(each, str)}
+    names = {name for name in _list(named) or [named] if isinstance(name, str)}
+    types = {"number" if name == "integer" else name for name in names}
     for key in ("anyOf", "oneOf"):
         types = types.union(*map(_types, _list(schema.get(key))))
-    return types.union(*map(_type_of, _list(schema.get("enum"))))
+    return types.union(map(_type_of, _list(schema.get("enum"))))
+
+
+def _type_of(value: Any) -> str:
+    return TYPES[type(value)].replace("integer", "number")
 
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _type_of(value: Any) -> set[str]:
-    """Return the JSON types of a value."""
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int | float):
-        return {"number", "integer"}
-    kinds = {str: "string", list: "array", dict: "object", type(None): "null"}
-    return {kinds[type(value)]}
 
 
 def _invoked(name: str, prefix: str, wrapper: str, attribute: str = "") -> ToolFormat:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from flowtrain.agents.chat.tool_formats.contract import (
     MAX_CALLS,
-    Read,
     Schemas,
     ToolFormat,
     WrittenCall,
     broken,
     called,
+    make_format,
+    name_in,
 )
 from flowtrain.agents.chat.tool_formats.values import (
     Decoded,
@@ -33,48 +34,22 @@ _FRAME = re.compile(
 
 def _tagged(
     name: str,
+    written: Callable[[WrittenCall, int], str],
     opening: str,
-    closing: str,
-    each: Callable[[WrittenCall, int], str],
+    closing: str = "",
     around: tuple[str, str, str] = ("", "\n", ""),
     *,
-    bare: str = "(?!)",
     decode: Callable[..., Decoded] = decode_json,
-    content: Callable[[str], str] = str,
     example: str = "{...}",
+    **options: Any,
 ) -> ToolFormat:
-    """Make a format.
-
-    Args:
-        opening: the pattern before a value; `name` in it is the name of the tool, where that does
-            not stand in the value.
-        closing: the mark behind a value, which the last one may lack, as where it was cut.
-        each: writes a call, whose number is given.
-        around: what is written before, between and after calls.
-        bare: how a response begins that has calls without marks, and nothing else.
-        content: makes of the text before calls what the model has said.
+    """Make a format whose `opening` stands before a value, and `closing` behind it; the last value
+    may lack that, as where it was cut.
     """
-    opens, is_bare = re.compile(opening), re.compile(rf"\s*{bare}")
-    has_name = "name" in opens.groupindex
+    opens = re.compile(opening)
 
-    def read(text: str, schemas: Schemas) -> Read:
-        calls: list[WrittenCall] = []
-        match = opens.search(text)
-        if is_bare.match(text):
-            new_calls, place = values(text, 0, None)
-            calls += new_calls
-            said, match = "", opens.search(text, place)
-        else:
-            said = text[: match.start()] if match else text
-        while match and len(calls) <= MAX_CALLS:
-            new_calls, place = values(text, match.end(), match["name"] if has_name else None)
-            calls += new_calls
-            match = opens.search(text, place)
-        return content(said), calls
-
-    def values(text: str, place: int, tool: str | None) -> tuple[list[WrittenCall], int]:
-        """Read the calls from a place to the next mark; return the place behind them, too."""
-        calls: list[WrittenCall] = []
+    def calls_at(text: str, match: re.Match[str], _: Schemas) -> tuple[list[WrittenCall], int]:
+        tool, place, calls = name_in(match), match.end(), list[WrittenCall]()
         while len(calls) <= MAX_CALLS:
             value, end, problem = decode(text, place)
             behind = skip(text, end, " \t\r\n;,")
@@ -88,22 +63,18 @@ def _tagged(
                 end = closed if closed >= 0 else len(text)
                 return [*calls, broken(text[place:end], problem)], end
             calls += _calls_of(tool, value, text[place:end])
-            if is_last:
-                return calls, behind
             place = behind
+            if is_last:
+                break
         return calls, place
 
-    def write(calls: Sequence[WrittenCall]) -> str:
-        before, between, after = around
-        return before + between.join(each(call, n) for n, call in enumerate(calls)) + after
-
-    return ToolFormat(name, read, write, WrittenCall("NAME", example))
+    return make_format(name, opening, calls_at, written, around, example=example, **options)
 
 
-def _calls_of(name: str | None, value: Any, raw: str) -> list[WrittenCall]:
+def _calls_of(name: str, value: Any, raw: str) -> list[WrittenCall]:
     """Read a value: the arguments of a call whose name is known, or a call, or a list of calls."""
     if name:
-        return [called(name.strip(), _object(value), raw)]
+        return [called(name, _object(value), raw)]
     values = value if isinstance(value, list) else [value]
     return [_call_of(value, raw) for value in values] or [broken(raw, "no call")]
 
@@ -142,12 +113,16 @@ def _json(value: Any) -> str:
 
 
 def _named(
-    before: str = "", after: str = "", name: str = "name", arguments: str = "arguments"
+    before: str = "", after: str = "", kind: str = "", key: str = "arguments"
 ) -> Callable[[WrittenCall, int], str]:
-    """Return a writer of calls as objects with these keys."""
+    """Return a writer of calls as objects; `kind` stands before the word "name"."""
     return lambda call, _: (
-        f'{before}{{"{name}": {_json(call.name)}, "{arguments}": {call.arguments}}}{after}'
+        f'{before}{{"{kind}name": {_json(call.name)}, "{key}": {call.arguments}}}{after}'
     )
+
+
+def _apertus(call: WrittenCall, _: int) -> str:
+    return f"{{{_json(call.name)}: {call.arguments}}}"
 
 
 def _python(call: WrittenCall, _: int) -> str:
@@ -165,6 +140,7 @@ def _gemma(value: Any) -> str:
 
 _OBJECT = r'\{\s*"(?:name|type|function|parameters|arguments)"'
 _ONE = '{"ARGUMENT": "..."}'
+_LLAMA = _named(key="parameters")
 
 
 def _listed(
@@ -172,7 +148,7 @@ def _listed(
 ) -> ToolFormat:
     """Make a format of one list of calls."""
     around = (f"{begin}[", ", ", f"]{end}")
-    return _tagged(name, re.escape(begin), end, each or _named(), around)
+    return _tagged(name, each or _named(), re.escape(begin), end, around)
 
 
 def _after_name(
@@ -188,66 +164,37 @@ def _after_name(
     section = re.escape(around[0]) or "(?!)"
     return _tagged(
         name,
+        lambda call, _: f"{before}{call.name}{middle}{call.arguments}{after}",
         rf'(?:{section}\s*)?{begin}(?P<name>[^<>"\n]*)(?:{between}|\Z)|{section}|{begin}',
         after.lstrip(),
-        lambda call, _: f"{before}{call.name}{middle}{call.arguments}{after}",
         around,
     )
 
 
 TAGGED = (
-    _tagged("hermes", "<tool_call>", "</tool_call>", _named("<tool_call>\n", "\n</tool_call>")),
-    _tagged(
-        "llama3",
-        r"<\|python_tag\|>",
-        "",
-        _named(arguments="parameters"),
-        ("", "; ", ""),
-        bare=_OBJECT,
-    ),
+    _tagged("hermes", _named("<tool_call>\n", "\n</tool_call>"), "<tool_call>", "</tool_call>"),
+    _tagged("llama3", _LLAMA, r"<\|python_tag\|>", "", ("", "; ", ""), bare=_OBJECT),
     _tagged(
         "mistral",
-        r"\[TOOL_CALLS\]\s*(?P<name>[^\s\[\]{}]*)\s*(?:\[CALL_ID\][^\[\]{}]*)?(?:\[ARGS\])?",
-        "",
         _named(),
-        ("[TOOL_CALLS] [", ", ", "]"),
+        r"\[TOOL_CALLS\]\s*(?P<name>[^\s\[\]{}]*)\s*(?:\[CALL_ID\][^\[\]{}]*)?(?:\[ARGS\])?",
+        around=("[TOOL_CALLS] [", ", ", "]"),
     ),
     _after_name("xml", ('<tool name="', '">', "</tool>")),
     _listed("tool_calls", "<tool_calls>", "</tool_calls>"),
     _listed("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
     _listed("granite", "<|tool_call|>", ""),
-    _listed(
-        "cohere",
-        "<|START_ACTION|>",
-        "<|END_ACTION|>",
-        _named(name="tool_name", arguments="parameters"),
-    ),
-    _listed(
-        "apertus",
-        "<|tools_prefix|>",
-        "<|tools_suffix|>",
-        lambda call, _: f"{{{_json(call.name)}: {call.arguments}}}",
-    ),
-    _tagged(
-        "internlm2",
-        r"<\|action_start\|>(?:<\|plugin\|>)?",
-        "<|action_end|>",
-        _named("<|action_start|><|plugin|>\n", "<|action_end|>"),
-    ),
+    _listed("cohere", "<|START_ACTION|>", "<|END_ACTION|>", _named("", "", "tool_", "parameters")),
+    _listed("apertus", "<|tools_prefix|>", "<|tools_suffix|>", _apertus),
     _tagged(
         "gigachat",
-        r"<\|function_call\|>|<\|message_sep\|>\n\nfunction call<\|role_sep\|>\n",
-        "",
         _named("<|function_call|>"),
+        r"<\|function_call\|>|<\|message_sep\|>\n\nfunction call<\|role_sep\|>\n",
     ),
     _after_name("functionary", ("<function=", ">", "</function>")),
     _after_name(
         "deepseek_v3",
-        (
-            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-            "\n```json\n",
-            "\n```<｜tool▁call▁end｜>",
-        ),
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>"),
         ("<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
     ),
     _after_name(
@@ -257,47 +204,47 @@ TAGGED = (
     ),
     _tagged(
         "kimi_k2",
-        r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>(?:functions\.)?"
-        r"(?P<name>[^<:]*)(?::\d*)?(?:<\|tool_call_argument_begin\|>|\Z)"
-        r"|<\|tool_calls_section_begin\|>|<\|tool_call_begin\|>",
-        "<|tool_call_end|>",
         lambda call, number: (
             f"<|tool_call_begin|>functions.{call.name}:{number}"
             f"<|tool_call_argument_begin|>{call.arguments}<|tool_call_end|>"
         ),
+        r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>(?:functions\.)?"
+        r"(?P<name>[^<:]*)(?::\d*)?(?:<\|tool_call_argument_begin\|>|\Z)"
+        r"|<\|tool_calls_section_begin\|>|<\|tool_call_begin\|>",
+        "<|tool_call_end|>",
         ("<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>"),
     ),
     _tagged(
         "harmony",
-        r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? to=(?:functions\.)?(?P<name>[\w.-]*+)"
-        r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\w*(?:<\|message\|>|\Z)",
-        "<|call|>",
         lambda call, _: (
             f"<|channel|>commentary to=functions.{call.name} <|constrain|>json<|message|>"
             f"{call.arguments}<|call|>"
         ),
+        r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? to=(?:functions\.)?(?P<name>[\w.-]*+)"
+        r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\w*(?:<\|message\|>|\Z)",
+        "<|call|>",
         ("", "<|start|>assistant", ""),
         content=_of_channels,
     ),
     _tagged(
         "gemma4",
+        lambda call, _: f"<|tool_call>call:{call.name}{_gemma(call.values)}<tool_call|>",
         r"<\|tool_call>(?:call:|\Z)(?P<name>[^{}<>]*)",
         "<tool_call|>",
-        lambda call, _: f"<|tool_call>call:{call.name}{_gemma(call.values)}<tool_call|>",
         ("", "", ""),
         decode=decode_gemma,
         example=_ONE,
     ),
     _tagged(
         "pythonic",
+        _python,
         r"<\|tool_call_start\|>",
         "<|tool_call_end|>",
-        _python,
         ("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
         bare=r"\[\s*[A-Za-z_][\w.-]*\(",
         decode=decode_python,
         example=_ONE,
     ),
 )
-JSON = _tagged("json", "(?!)", "", _named(), bare=rf"(?:\[\s*)?{_OBJECT}")
+JSON = _tagged("json", _named(), "(?!)", bare=rf"(?:\[\s*)?{_OBJECT}")
 """Nothing but an object, or a list of them; last of all, as others begin so, too."""

@@ -7,6 +7,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+TYPES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
+TYPES |= {list: "array", dict: "object", type(None): "null"}
+"""The types of values in the words of JSON schemas."""
+
 
 class Decoded(NamedTuple):
     """A value in a text."""
