@@ -84,6 +84,12 @@ def test_a_rollout_calls_reads_and_answers(family: str) -> None:
     check_grown(log)
 
 
+@FAMILIES
+def test_a_text_that_looks_like_a_number_stays_a_text(family: str) -> None:
+    done = rollout(family, call(family, "5"), "So.")
+    assert done.tool.started == ["5"] and not done.done.turns[0].problem
+
+
 @SEVERAL
 def test_several_calls_of_a_response_run_at_once(family: str) -> None:
     done = rollout(family, call(family, "Chad", "area of Mali"), "So.")
