@@ -29,6 +29,14 @@ NO_ENGINE = ("none", "rules", OWN)
 """Values in `[roles]` of modules that ask no chat engine."""
 
 
+ToolFormatName = Literal[
+    "auto", "hermes", "llama3", "mistral", "xml", "tool_calls", "nemotron", "granite", "cohere",
+    "apertus", "gigachat", "functionary", "deepseek_v3", "deepseek_v31", "kimi_k2",
+    "harmony", "gemma4", "pythonic", "qwen3_coder", "seed_oss", "glm", "minimax_m2",
+    "deepseek_v32", "muse", "json",
+]  # fmt: skip
+
+
 class Agent(Section):
     name: str = "agentflow"
     """agentflow: planner, tools, verifier and generator take turns; single: one response, which is
@@ -40,7 +48,7 @@ class Agent(Section):
     instructions: str = ""
     """name = "single": text after the question; name = "tools": the system message; of the last
     response the content of the last <answer>...</answer> is the answer, or else all of it"""
-    tool_format: Literal["auto", "hermes", "llama3", "mistral", "xml", "json"] = "auto"
+    tool_format: ToolFormatName = "auto"
     """name = "tools" or "gateway": how the policy writes calls (docs/agents/tools.md); auto: as its
     chat template does, or xml where the template takes no tools"""
     prompt: Literal["compact", "full"] = "full"

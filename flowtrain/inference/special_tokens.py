@@ -61,6 +61,10 @@ class SpecialTokens:
             ids += self._tokenizer.encode(piece, add_special_tokens=False) if piece else ()
         return ids
 
+    def last_in(self, text: str) -> str:
+        """Return a text from its last special token on; "" where it has none."""
+        return next((text[match.start() :] for match in [*self._any.finditer(text)][-1:]), "")
+
     @functools.cached_property
     def first_ids(self) -> tuple[int, ...]:
         """The ids that the tokenizer puts before a text by itself, such as that of <bos>."""

@@ -51,15 +51,19 @@ def render_template(
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]],
     tokens: Mapping[str, str],
+    reply: bool = False,
 ) -> str:
-    """Render messages by a chat template, without a tokenizer but with its special tokens by name.
+    """Render messages by a chat template, without a tokenizer but with its special tokens by name;
+    with `reply` up to where the reply begins.
 
     Raises whatever the template does, which is a program of the model's maker.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     names = {"bos_token": "", "eos_token": "", "unk_token": "", "pad_token": "", **tokens}
-    texts, _ = render_jinja_template([messages], tools=tools, chat_template=source, **names)
+    texts, _ = render_jinja_template(
+        [messages], tools=tools, chat_template=source, add_generation_prompt=reply, **names
+    )
     return str(texts[0])
 
 

@@ -150,9 +150,10 @@ def _replies(dialect: Dialect, request: ChatRequest, where: str) -> Iterator[Cal
             text = dialect.reply_text(messages[: place + 1], request.tools)
         except TemplateRewrites as error:
             raise UserError(f"{where}: messages.{place}: {error}") from None
-        ids = (*template.encode(text), template.end_id)
-        if template.end_id in ids[:-1]:
-            end = template.decode([template.end_id])
+        end_id = dialect.end_of(messages[place])
+        ids = (*template.encode(text), end_id)
+        if end_id in ids[:-1]:
+            end = template.decode([end_id])
             raise UserError(f"{where}: messages.{place} holds {end!r}, which would end it")
         zeros = (0.0,) * len(ids)
         yield Call(conversation.prompt_ids, ids, zeros, (), FinishReason.STOP, text)

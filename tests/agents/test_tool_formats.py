@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+import time
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from chat_templates import LLAMA31, MISTRAL, QWEN3, QWEN25, SMOLLM2
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flowtrain.agents.chat.tool_formats import FORMATS, MAX_CALLS, WrittenCall, format_of
+from flowtrain.agents.chat.tool_formats import FORMATS, MAX_CALLS, WrittenCall, format_of, tools_of
+from flowtrain.config.agents import ToolFormatName
 
+ROOT = Path(__file__).resolve().parents[2]
 ARGUMENTS = {"query": "area of Chad"}
 JSON = json.dumps(ARGUMENTS)
 TEXT = json.dumps(JSON)
@@ -27,22 +33,50 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
-CALLS = st.builds(
-    lambda name, values: WrittenCall(name, json.dumps(values, ensure_ascii=False)),
-    st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,20}", fullmatch=True),
-    st.dictionaries(
-        st.text() | st.sampled_from(["</tool>", "</tool_call>", "[TOOL_CALLS]"]),
-        JSON_VALUES | st.sampled_from(["</tool_call>", "<tool_call>", "</tool>", "; {", "}"]),
-        max_size=3,
+MARKS = [
+    *("</tool>", "</tool_call>", "<tool_call>", "[TOOL_CALLS]", "; {", "}", "</parameter>"),
+    *("</arg_value>", "</function>", "<tool_call|>", "<|tool_call_end|>", "</invoke>", "</think>"),
+    *("<think>", "<|call|>", "<|message|>", "```", "\n</parameter>\n", "'", '"', "\\"),
+]
+NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,20}", fullmatch=True)
+CALLS = st.lists(
+    st.builds(
+        lambda name, values: WrittenCall(name, json.dumps(values, ensure_ascii=False)),
+        NAMES,
+        st.dictionaries(
+            NAMES | st.text() | st.sampled_from(MARKS),
+            JSON_VALUES | st.sampled_from(MARKS),
+            max_size=3,
+        ),
     ),
-)  # fmt: skip
+    min_size=1,
+    max_size=3,
+    unique_by=lambda call: call.name,
+)
+BARE_KEYS = {
+    *("qwen3_coder", "seed_oss", "glm", "minimax_m2", "deepseek_v32", "muse", "gemma4", "pythonic"),
+}
+"""Formats that write the names of arguments without quotes, which takes names only."""
+
+
 PIECES = st.lists(
     st.sampled_from(
         [
             *("<tool_call>", "</tool_call>", '<tool name="', '">', "</tool>", "[TOOL_CALLS]"),
             *('{"name": "f", "arguments": {}}', '{"name": "f", "parameters": 3}', "[", "]", ","),
             *("<|python_tag|>", "{", "}", '"', "NaN", "\\ud800", "<think>", "</think>", ";", "["),
-            *("[ARGS]", "f{}", " ", "\n", "x"),
+            *("[ARGS]", "f{}", " ", "\n", "x", "<function=f>", "<parameter=q>", "</parameter>"),
+            *("</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</invoke>"),
+            *(
+                '<invoke name="f">',
+                '<parameter name="q">',
+                "<｜tool▁calls▁begin｜>",
+                "<｜tool▁sep｜>",
+            ),
+            *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "```json\n", "```", "<tool_call|>"),
+            *("<|tool_call>", "call:f", '<|"|>', "<|tool_call_start|>", "f(q='", "'", ")", "\\"),
+            *("<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", "<|call|>"),
+            *(" to=functions.f", "<|channel|>", "<|message|>", "<|start|>", "analysis", "<|end|>"),
         ]
     )
     | st.text(max_size=5),
@@ -64,6 +98,87 @@ def test_no_text_makes_a_parser_raise(name: str, text: str) -> None:
         (call.name + call.arguments + call.problem).encode()
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@given(calls=CALLS, share=st.floats(0, 1))
+def test_what_was_cut_is_read_as_it_was_meant_or_as_broken(
+    name: str, calls: list[WrittenCall], share: float
+) -> None:
+    if name in BARE_KEYS:
+        calls = [WrittenCall(each.name, json.dumps(_with_names(each.values))) for each in calls]
+    text = FORMATS[name].write(calls)
+    _, read = FORMATS[name].parse(text[: int(len(text) * share)], tools_of(calls))
+    whole = [(call.name, call.values) for call in read if not call.problem]
+    assert whole == [(call.name, call.values) for call in calls[: len(whole)]]
+    assert len(read) - len(whole) <= 1
+
+
+HOSTILE = [
+    *("<tool_call>", "<tool_call>\n<function=", "<function=", "<parameter=q>", "</parameter>"),
+    *("<function=f><parameter=q>", "<arg_key>", "<tool_call>f<arg_key>q</arg_key><arg_value>"),
+    *("<tool_calls>", "<invoke ", '<invoke name="', '<parameter name="', "</invoke>", "</think>"),
+    *("<think>", "<think></think>", " to=", " to=functions.f", "<|channel|>analysis<|message|>"),
+    *(
+        "<|start|>assistant",
+        "<|start|>assistant<|channel|>a to=f",
+        "<|tool_call>",
+        "<|tool_call>call:",
+    ),
+    *(
+        '<|"|>',
+        "'",
+        '"',
+        "'\\",
+        "\\'",
+        "f(",
+        "a=",
+        "a",
+        " ",
+        "\n",
+        "a:",
+        "{",
+        "[",
+        "(",
+        "[TOOL_CALLS]",
+    ),
+    *("[TOOL_CALLS]a ", "<|tool_call_start|>", "<|tool_call_start|>['", "<｜tool▁calls▁begin｜>"),
+    *(
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n",
+        "<|tool_call_begin|>a",
+    ),
+    *('{"name": "f", "arguments": {}}', "<|python_tag|>", "<tool_call>{}", "; ", "</parameter>\n"),
+    *("</arg_value> ", "<minimax:tool_call>", "<｜DSML｜invoke", "<a_calls>"),
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_time_is_linear_in_the_length_of_a_response(name: str) -> None:
+    """What is quadratic takes a second here, and what is linear a millisecond or two."""
+    parse, shape = FORMATS[name].parse, FORMATS[name].shape
+    heads = {"", "</think>", *(shape.partition(end)[0] for end in ("NAME", "{...", "..."))}
+
+    def seconds(text: str) -> float:
+        begun = time.process_time()
+        parse(text)
+        return time.process_time() - begun
+
+    slow = [
+        (head, piece)
+        for head in heads
+        for piece in HOSTILE
+        for tail in ("", "<")
+        if seconds(head + piece * (10_000 // len(piece)) + tail) > 0.1
+    ]
+    assert not slow
+
+
+def _with_names(value: Any) -> Any:
+    """The value with names for keys."""
+    if isinstance(value, dict):
+        return {f"key_{n}": _with_names(item) for n, item in enumerate(value.values())}
+    return list(map(_with_names, value)) if isinstance(value, list) else value
+
+
 def _is_object(call: WrittenCall) -> bool:
     try:
         return isinstance(json.loads(call.arguments), dict)
@@ -72,14 +187,15 @@ def _is_object(call: WrittenCall) -> bool:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@given(calls=st.lists(CALLS, min_size=1, max_size=3), said=st.sampled_from(["", "I look.\n"]))
+@given(calls=CALLS, said=st.sampled_from(["", "I look.\n"]))
 def test_what_is_written_is_read(name: str, calls: list[WrittenCall], said: str) -> None:
-    if name == "json":
-        calls = calls[:1]
     if name in ("json", "llama3"):
         said = ""  # a response with a call has nothing else
-    content, read = FORMATS[name].parse(said + FORMATS[name].write(calls))
-    assert list(read) == calls and content == said
+    if name in BARE_KEYS:
+        calls = [WrittenCall(each.name, json.dumps(_with_names(each.values))) for each in calls]
+    content, read = FORMATS[name].parse(said + FORMATS[name].write(calls), tools_of(calls))
+    assert [call.problem for call in read] == [""] * len(calls)
+    assert [call.name for call in read] == [call.name for call in calls] and content == said
     assert [call.values for call in read] == [json.loads(call.arguments) for call in calls]
 
 
@@ -131,7 +247,25 @@ def test_calls_as_models_write_them(name: str, text: str, content: str, num_call
         ("mistral", "[TOOL_CALLS] []", "no call"),
         ("mistral", "[TOOL_CALLS]Search[1]", "no JSON object"),
         ("xml", '<tool name="Search">area</tool>', "no valid JSON"),
-        ("json", '{"name": "f", "arguments": {}} {"name": "f", "arguments": {}}', "more than one"),
+        ("json", '{"name": "f", "arguments": {}} and so on', "follows"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=q>\nChad", "no end"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=q>\nx\n</parameter>\n", "no end"),
+        ("qwen3_coder", "<tool_call>\n<func", "no end"),
+        ("qwen3_coder", "<tool_call>\n", "no end"),
+        ("qwen3_coder", "<function=>\n</function>", "no name"),
+        ("qwen3_coder", "<function=f>\nChad\n</function>\n</tool_call>", "malformed"),
+        ("glm", "<tool_call>f\n<arg_key>q</arg_key>\n<arg_value>Chad", "no end"),
+        ("glm", "<tool_call>f\n<arg_key>q</arg_key>\nChad</tool_call>", "malformed"),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter', "no end"),
+        ("deepseek_v32", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n', "no end"),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{", "no valid"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f", "no valid JSON"),
+        ("kimi_k2", "<|tool_call_begin|>functions.f:0", "no valid JSON"),
+        ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json", "no valid JSON"),
+        ("harmony", " to=functions.f<|channel|>commentary json<|message|>{", "no valid JSON"),
+        ("gemma4", '<|tool_call>call:f{q:<|"|>Chad', "no valid value"),
+        ("pythonic", "<|tool_call_start|>[f(q='Chad", "no valid value"),
+        ("pythonic", "[f(q=__import__('os'))]", "no valid value"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 17, "more than 16"),
     ],
 )  # fmt: skip
@@ -154,7 +288,7 @@ def test_a_broken_call_does_not_hide_the_next() -> None:
 
 def test_text_after_a_call_in_the_newer_form_of_mistral_is_malformed() -> None:
     _, calls = FORMATS["mistral"].parse(f"[TOOL_CALLS]Search{JSON} and so on")
-    assert calls[0] == CALL and calls[1].problem == "text after a call"
+    assert [call.problem for call in calls] == ["something other than a call follows the value"]
 
 
 def test_calls_within_a_thinking_do_not_count() -> None:
@@ -200,7 +334,7 @@ def written(before: str, call: str = WRITTEN, after: str = "") -> str:
         (written("", after=";"), "llama3"),
         (written("<function_call> "), ""),
         (written("functools[", after="]"), ""),
-        (written("<tool_calls>[", after="]</tool_calls>"), ""),
+        (written("<tool_calls>[", after="]</tool_calls>"), "tool_calls"),
         (written("<tool_call>", "<invoke name='{{ c.function.name }}'>", "</tool_call>"), ""),
         (written("<tool_call>", "<function={{ c.function.name }}>", "</function></tool_call>"), ""),
         (
@@ -231,3 +365,16 @@ def test_the_description_shows_tools_and_form(name: str) -> None:
     tool = {"type": "function", "function": {"name": "Search", "description": "Looks é up."}}
     text = FORMATS[name].describe([tool])
     assert "Looks é up." in text and FORMATS[name].shape in text
+
+
+def test_the_page_shows_every_format_and_names_tests_that_there_are() -> None:
+    page = (ROOT / "docs" / "agents" / "tools.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*`) \| [^|]+ \|$", page, re.MULTILINE)
+    shown = {name: re.findall(r"`` (.*?) ``|`([^`]+)`", shape) for name, shape in rows}
+    shapes = {
+        name: "\n".join(map("".join, lines)).replace("\\|", "|") for name, lines in shown.items()
+    }
+    assert shapes == {name: form.shape for name, form in FORMATS.items()}
+    assert set(get_args(ToolFormatName)) == {"auto", *FORMATS}
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_tool_f*.py"))
+    assert not [name for name in re.findall(r"`(test_\w+)`", page) if f"def {name}(" not in tests]

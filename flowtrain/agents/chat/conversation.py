@@ -126,9 +126,28 @@ class ChatTemplate:
     @cached_property
     def takes_results(self) -> bool:
         """Tell whether it shows messages of the role "tool"."""
+        return f"{_MARK}result" in self._answered
+
+    @cached_property
+    def says_first(self) -> bool:
+        """Tell whether it shows what a reply says besides its calls before their results."""
+        return f"{_MARK}said" in self._answered.partition(f"{_MARK}result")[0]
+
+    @cached_property
+    def _answered(self) -> str:
         result = {"role": "tool", "name": "f", "content": f"{_MARK}result", "tool_call_id": _ID}
-        asks = {"role": "assistant", "content": "", "tool_calls": [_call("f", {})]}
-        return f"{_MARK}result" in self._probe([_USER, asks, result])
+        asks = {"role": "assistant", "content": f"{_MARK}said", "tool_calls": [_call("f", {})]}
+        return self._probe([_USER, asks, result])
+
+    @cached_property
+    def call_closing(self) -> str:
+        """Return the text after a reply that calls a tool, from its last special token on, where it
+        is another than `closing`, e.g. "<|call|>".
+        """
+        asks = {"role": "assistant", "content": "", "tool_calls": [_call("f", {"text": _MARK})]}
+        end = self._probe([_USER, asks], (), False).rpartition(_MARK)[2]
+        own = "" if end.endswith(self.closing) else self._special.last_in(end)
+        return own or self.closing
 
     @cached_property
     def takes_system(self) -> bool:
@@ -136,10 +155,10 @@ class ChatTemplate:
         system = {"role": "system", "content": f"{_MARK}system"}
         return f"{_MARK}system" in self._probe([system, _USER])
 
-    def gap_ids(self, text: str, has_end: bool) -> tuple[int, ...]:
-        """Encode what follows a response; the end of its message only where it lacks that."""
+    def gap_ids(self, text: str, end: int | None) -> tuple[int, ...]:
+        """Encode what follows a response; the end of its message only where no token was that."""
         ids = self.encode(text)
-        return ids[1:] if has_end and ids and ids[0] == self._closing_id else ids
+        return ids[1:] if end is not None and ids[:1] in ((end,), (self._closing_id,)) else ids
 
     def without_thinking(self, response_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the ids after the thinking, as they were sampled. Raises TemplateRewrites."""
@@ -175,9 +194,9 @@ class ChatTemplate:
             raise TemplateRewrites("the chat template does not show what the assistant said")
         return closing
 
-    def _probe(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def _probe(self, messages: Sequence[Message], *options: Any) -> str:
         try:
-            return self.render(messages, tools)
+            return self.render(messages, *options)
         except TemplateRewrites:
             return ""
 
@@ -200,8 +219,8 @@ class _Response:
     """As sampled; without the thinking once the template has taken that out."""
     thinks: bool
     """The ids hold the end of a thinking."""
-    has_end: bool
-    """The ids hold the end of the message."""
+    end: int | None
+    """The token that ends the message; None where it was cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +273,8 @@ class Conversation:
         """
         assert len(self._gaps) > len(self._responses), "a response is the last message already"
         thinks = THINK_END in self.template.decode(response_ids)
-        has_end = self.template.has_end(response_ids, ended)
-        response = _Response(len(self.messages), tuple(response_ids), thinks, has_end)
+        end = response_ids[-1] if self.template.has_end(response_ids, ended) else None
+        response = _Response(len(self.messages), tuple(response_ids), thinks, end)
         return replace(
             self, messages=(*self.messages, message), _responses=(*self._responses, response)
         )
@@ -269,17 +288,17 @@ class Conversation:
         marks = [_Marks.of(stem, response.place) for response in self._responses]
         placeholders = list(messages)
         for response, mark in zip(self._responses, marks, strict=True):
-            placeholders[response.place] = mark.placeholder(
-                messages[response.place], response.thinks, with_calls=bool(template.closing)
-            )
+            message = messages[response.place]
+            placeholders[response.place] = mark.placeholder(message, response.thinks, template)
         text = template.render(placeholders, self.tools)
         found = _places_of(stem, text)
         gaps: list[_Gap] = []
         responses: list[_Response] = []
         place = 0
-        has_end = False
+        end: int | None = None
         for gap, response, mark in zip(self._gaps, self._responses, marks, strict=True):
-            slot = mark.find(found, text, place, template.closing)
+            closings = {template.closing, template.call_closing}
+            slot = mark.find(found, text, place, closings)
             if not text.startswith(gap.text.removesuffix(template.opening), place):
                 raise TemplateRewrites("the chat template changes what stands before a reply")
             if response.thinks and not slot.has_thinking:
@@ -288,11 +307,11 @@ class Conversation:
                 ids = template.without_thinking(response.ids)
                 response = replace(response, ids=ids, thinks=False)
                 new_text = text[place : slot.content]
-                gap = _Gap(new_text, template.gap_ids(new_text, has_end))
+                gap = _Gap(new_text, template.gap_ids(new_text, end))
             gaps.append(gap)
             responses.append(response)
-            place, has_end = slot.end, response.has_end
-        gaps.append(_Gap(text[place:], template.gap_ids(text[place:], has_end)))
+            place, end = slot.end, response.end
+        gaps.append(_Gap(text[place:], template.gap_ids(text[place:], end)))
         return replace(self, messages=messages, _gaps=tuple(gaps), _responses=tuple(responses))
 
 
@@ -320,20 +339,21 @@ class _Marks:
         prefix = f"{stem}n{place}"
         return cls(f"{prefix}tZ", f"{prefix}cZ", f"{prefix}aZ")
 
-    def placeholder(self, message: Message, thinks: bool, with_calls: bool) -> Message:
+    def placeholder(self, message: Message, thinks: bool, template: ChatTemplate) -> Message:
         """Return a message of the same parts: a thinking, a content, and one call of a tool."""
         thinking = f"<think>\n{self.thinking}\n{THINK_END}\n\n" if thinks else ""
         placeholder = {"role": "assistant", "content": thinking + self.content}
-        calls = message.get("tool_calls") if with_calls else None
+        calls = message.get("tool_calls") if template.closing else None
         if not calls:
             return placeholder
         # One call alone, because some templates take no more.
         first = calls[0]
         call = _call(first["function"]["name"], {"text": self.argument}, first.get("id") or _ID)
-        return {**placeholder, "tool_calls": [call]}
+        said = {} if template.says_first else {"content": ""}
+        return {**placeholder, **said, "tool_calls": [call]}
 
     def find(
-        self, found: Mapping[str, Sequence[int]], text: str, place: int, closing: str
+        self, found: Mapping[str, Sequence[int]], text: str, place: int, closings: set[str]
     ) -> _Slot:
         """Find the response from `place` on, given where each mark is. Raises TemplateRewrites."""
         marks = (self.thinking, self.content, self.argument)
@@ -343,7 +363,7 @@ class _Marks:
         if max(starts) < 0:
             raise TemplateRewrites("the chat template leaves out what the assistant said")
         last = max(start + len(mark) for start, mark in zip(starts, marks, strict=True))
-        end = text.find(closing, last)
+        end = min((n for each in closings if (n := text.find(each, last)) >= 0), default=-1)
         if end < 0:
             raise TemplateRewrites("the chat template ends replies in more than one way")
         thinking, content, argument = starts

@@ -59,11 +59,18 @@ class Dialect:
         template = self.template
         prompt = template.render(*self._prepared(messages[:-1], tools))
         conversation = template.render(*self._prepared(messages, tools), reply=False)
-        if not conversation.startswith(prompt) or not conversation.endswith(template.closing):
+        closing = template.call_closing if messages[-1].get("tool_calls") else template.closing
+        if not conversation.startswith(prompt) or not conversation.endswith(closing):
             raise TemplateRewrites(
                 "the chat template writes a reply otherwise than it asks for one"
             )
-        return conversation[len(prompt) :].removesuffix(template.closing)
+        return conversation[len(prompt) :].removesuffix(closing)
+
+    def end_of(self, message: Message) -> Any:
+        """Return the token that ends a reply, which may be another one where it calls a tool."""
+        template = self.template
+        has_own = message.get("tool_calls") and template.call_closing != template.closing
+        return template.encode(template.call_closing)[0] if has_own else template.end_id
 
     def _prepared(
         self, messages: Sequence[Message], tools: Sequence[Message]

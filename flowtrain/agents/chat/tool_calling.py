@@ -80,7 +80,8 @@ class ToolCallingAgent(SessionAgent):
             if call.finish_reason is FinishReason.DEADLINE:
                 raise RolloutEnded("time")
             ended = call.finish_reason is FinishReason.STOP
-            content, calls = self.dialect.format.parse(template.text_of(call.response_ids, ended))
+            text = template.text_of(call.response_ids, ended)
+            content, calls = self.dialect.format.parse(text, tools)
             if calls:
                 message = _message(content, calls, number=len(session.turns))
                 results = await self._results(session, call, calls, message)

@@ -153,16 +153,16 @@ class Recorder:
         self, call: Call, request: ChatRequest, number: int
     ) -> tuple[str, tuple[ReplyCall, ...]]:
         """Return a response's text and calls of tools. One that is malformed is all text."""
-        if not request.reads_calls:
-            return _before_stop(call.text, request.stop), ()
         text = self._dialect.template.text_of(call.response_ids, _is_whole(call))
-        content, tool_calls = self._dialect.format.parse(_before_stop(text, request.stop))
-        if problem := next(
-            (tool_call.problem for tool_call in tool_calls if tool_call.problem), ""
-        ):
+        text = _before_stop(text, request.stop)
+        content, tool_calls = self._dialect.format.parse(text, request.tools)
+        problem = next((each.problem for each in tool_calls if each.problem), "")
+        if problem and request.reads_calls:
             self._session.record_malformed(call, problem)
-        if problem or not tool_calls:
-            return _before_stop(call.text, request.stop), ()
+        if problem or not tool_calls or not request.reads_calls:
+            # The marks of an answer, such as gpt-oss's, are no part of it.
+            said = call.text if tool_calls or content == text else content
+            return _before_stop(said, request.stop), ()
         calls = [
             ReplyCall(self._id(number, place), tool_call.name, tool_call.arguments)
             for place, tool_call in enumerate(tool_calls)
