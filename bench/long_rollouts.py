@@ -23,7 +23,8 @@ from bench.gateway_clients import text
 from bench.measure import Row, extra_bytes, new_parser, report
 from bench.simulated_chat import chat_tokenizer
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.chat.conversation import ChatTemplate, Conversation
+from flowtrain.agents.chat.conversation import Conversation
+from flowtrain.agents.chat.template import ChatTemplate
 from flowtrain.agents.collect import collect
 from flowtrain.agents.policy import Policy
 from flowtrain.agents.session import Session, SessionAgent

@@ -16,8 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from flowtrain.agents.chat.conversation import Conversation, Message, TemplateRewrites
+from flowtrain.agents.chat.conversation import Conversation
 from flowtrain.agents.chat.dialect import Dialect
+from flowtrain.agents.chat.template import Message, TemplateRewrites
 from flowtrain.agents.gateway.plain import ChatRequest, Refusal
 from flowtrain.agents.gateway.wires import chat
 from flowtrain.config import Config

@@ -13,12 +13,8 @@ from chat_templates import QWEN3, R1, SMOLLM2, TEMPLATES, styled, tokenizer_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from flowtrain.agents.chat.conversation import (
-    ChatTemplate,
-    Conversation,
-    Message,
-    TemplateRewrites,
-)
+from flowtrain.agents.chat.conversation import Conversation
+from flowtrain.agents.chat.template import ChatTemplate, Message, TemplateRewrites
 from flowtrain.trainer.model import loading as models
 
 SMOLLM2_FOLDER = Path(os.environ.get("FLOWTRAIN_SMOLLM2", "models/SmolLM2-135M-Instruct"))

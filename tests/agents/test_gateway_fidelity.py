@@ -15,8 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.chat.conversation import ChatTemplate
 from flowtrain.agents.chat.dialect import Dialect
+from flowtrain.agents.chat.template import ChatTemplate
 from flowtrain.agents.chat.tool_formats import FORMATS
 from flowtrain.agents.gateway.recorder import Recorder
 from flowtrain.agents.gateway.wires import chat as wire

@@ -12,7 +12,7 @@ from char_tokenizer import says
 from chat_templates import styled
 from test_single_turn import agent
 
-from flowtrain.agents.chat.conversation import ChatTemplate
+from flowtrain.agents.chat.template import ChatTemplate
 from flowtrain.config.options import parse
 from flowtrain.inference.token_chat import chat_text, pass_to_template
 from flowtrain.records import Group, Task

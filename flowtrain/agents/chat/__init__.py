@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flowtrain.agents.chat.conversation import ChatTemplate, Conversation, Message
+from flowtrain.agents.chat.conversation import Conversation
+from flowtrain.agents.chat.template import ChatTemplate, Message
 from flowtrain.agents.session import Session
 from flowtrain.records import Call, FinishReason, PolicyName, UserError
 

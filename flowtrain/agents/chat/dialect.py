@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowtrain.agents.chat.conversation import ChatTemplate, Conversation, Message, TemplateRewrites
+from flowtrain.agents.chat.conversation import Conversation
+from flowtrain.agents.chat.template import ChatTemplate, Message, TemplateRewrites
 from flowtrain.agents.chat.tool_formats import FORMATS, ToolFormat, WrittenCall, format_of
 from flowtrain.config import Config
 from flowtrain.inference.token_chat import ChatTokenizer

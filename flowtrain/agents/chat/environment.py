@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from flowtrain.agents.chat.conversation import Message
+from flowtrain.agents.chat.template import Message
 from flowtrain.agents.session import RolloutEnded, Session
 from flowtrain.config import Config
 from flowtrain.records import Task, ToolResult, UserError

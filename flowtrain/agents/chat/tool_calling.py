@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowtrain.agents.base import AgentContext
-from flowtrain.agents.chat.conversation import Message, TemplateRewrites
 from flowtrain.agents.chat.dialect import Dialect
 from flowtrain.agents.chat.environment import Environment, load_maker, opened
+from flowtrain.agents.chat.template import Message, TemplateRewrites
 from flowtrain.agents.chat.tool_formats import WrittenCall
 from flowtrain.agents.session import RolloutEnded, Session, SessionAgent
 from flowtrain.config import Config

@@ -14,8 +14,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flowtrain.agents.chat.conversation import Conversation, TemplateRewrites
+from flowtrain.agents.chat.conversation import Conversation
 from flowtrain.agents.chat.dialect import Dialect
+from flowtrain.agents.chat.template import TemplateRewrites
 from flowtrain.agents.gateway.plain import (
     ChatRequest,
     Message,
