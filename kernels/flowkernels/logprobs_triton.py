@@ -12,7 +12,6 @@ from flowkernels.row_gradients_triton import backward_row
 from flowkernels.rows_triton import (
     LN2,
     LOG2E,
-    UNSPECIALISED,
     Mask,
     Row,
     RowSlopes,
@@ -24,7 +23,7 @@ from flowkernels.rows_triton import (
     score_row,
     store_all,
 )
-from flowkernels.targets import Slopes, Targets
+from flowkernels.targets import UNSPECIALISED, Slopes, Targets
 
 ENTROPY = tl.constexpr(Score.ENTROPY)
 NUM_SCORES = tl.constexpr(Score.NUM)

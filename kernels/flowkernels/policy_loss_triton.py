@@ -13,7 +13,6 @@ from flowkernels.loss_spec import KLS, LossSpec
 from flowkernels.row_gradients_triton import backward_row, write_zeros
 from flowkernels.rows_triton import (
     LOG2E,
-    UNSPECIALISED,
     Mask,
     Row,
     RowSlopes,
@@ -25,7 +24,7 @@ from flowkernels.rows_triton import (
     two_passes,
 )
 from flowkernels.statistics import NAMES, Column
-from flowkernels.targets import Targets
+from flowkernels.targets import UNSPECIALISED, Targets
 from flowkernels.token_loss import KL_BOUND, TokenInputs
 
 STATISTICS = {"BLOCK": 512, "num_warps": 8}

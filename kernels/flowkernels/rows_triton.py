@@ -65,12 +65,8 @@ class Launch:
         }
 
 
-UNSPECIALISED = ["num_rows", "temperature_stride"]
-"""Numbers of a call that make no kernel of their own where they are 1 or a multiple of 16: it would
-be compiled for seconds, in the middle of a run, at whichever batch is the first to have them."""
 ONE_PASS = Launch(num_warps=4)
-"""The launch of kernels that read a row once. Small programs, because one begins while others end.
-"""
+"""The launch of kernels that read a row once: small programs, so that one begins as others end."""
 CAPPED_ONE_PASS = Launch(num_warps=8, max_registers=80, contracts=True)
 CAPPED_TWO_PASSES = Launch(num_warps=16, max_registers=128, contracts=True)
 """A softcap takes registers for itself, keeps logits small, and makes arithmetic the bound."""
