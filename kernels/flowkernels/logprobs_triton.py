@@ -24,7 +24,7 @@ from flowkernels.rows_triton import (
     score_row,
     store_all,
 )
-from flowkernels.targets import Slopes, Targets
+from flowkernels.targets import UNSPECIALISED, Slopes, Targets
 
 ENTROPY = tl.constexpr(Score.ENTROPY)
 NUM_SCORES = tl.constexpr(Score.NUM)

@@ -25,7 +25,7 @@ from flowkernels.rows_triton import (
     two_passes,
 )
 from flowkernels.statistics import NAMES, Column
-from flowkernels.targets import Targets
+from flowkernels.targets import UNSPECIALISED, Targets
 from flowkernels.token_loss import KL_BOUND, TokenInputs
 
 STATISTICS = {"BLOCK": 512, "num_warps": warps(256)}

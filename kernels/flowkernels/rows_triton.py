@@ -65,8 +65,7 @@ class Launch:
 
 
 ONE_PASS = Launch(num_warps=4)
-"""The launch of kernels that read a row once. Small programs, because one begins while others end.
-"""
+"""The launch of kernels that read a row once: small programs, so that one begins as others end."""
 CAPPED_ONE_PASS = Launch(num_warps=8, max_registers=80, contracts=True)
 CAPPED_TWO_PASSES = Launch(num_warps=16, max_registers=128, contracts=True)
 """A softcap takes registers for itself, keeps logits small, and makes arithmetic the bound."""

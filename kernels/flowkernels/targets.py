@@ -12,6 +12,10 @@ TARGETS = (
     "Tensor targets, Tensor temperature, float? softcap, Tensor? mask_ids, Tensor? mask_offsets"
 )
 """`Targets.flat` in the schema of an operator."""
+UNSPECIALISED = ["num_rows", "temperature_stride"]
+"""Numbers of a launch that make no kernel of their own where they are 1 or a multiple of 16: it
+would be compiled for seconds, in the middle of a run, at whichever batch is the first to have them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
