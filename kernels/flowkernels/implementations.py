@@ -11,10 +11,6 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 
 IMPLS = ("auto", "triton", "torch")
-UNSPECIALISED = ["num_rows", "temperature_stride"]
-"""Numbers of a launch that make no kernel of their own where they are 1 or a multiple of 16: it
-would be compiled for seconds, in the middle of a run, at whichever batch is the first to have them.
-"""
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flowkernels.implementations import UNSPECIALISED
 from flowkernels.logprobs import Score, State
 from flowkernels.row_gradients_triton import backward_row
 from flowkernels.rows_triton import (

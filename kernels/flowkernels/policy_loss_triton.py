@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flowkernels.implementations import UNSPECIALISED, warps
+from flowkernels.implementations import warps
 from flowkernels.loss_spec import KLS, LossSpec
 from flowkernels.row_gradients_triton import backward_row, write_zeros
 from flowkernels.rows_triton import (

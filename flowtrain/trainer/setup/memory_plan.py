@@ -19,7 +19,7 @@ from flowtrain.records import UserError
 from flowtrain.trainer.cost import path_bytes
 from flowtrain.trainer.optimizers import KINDS
 from flowtrain.trainer.setup.simulation import activations
-from flowtrain.trainer.sharding import is_sharded_by_layer
+from flowtrain.trainer.sharding import is_sharded_by_layer, units_of
 
 _TARGET_SHARE = 1 / 3
 """Share of a row's tokens whose hidden states go to the head: a guess about a small part of the
@@ -172,7 +172,7 @@ def plan_memory(
         "gradients": master_bytes,
         "moments": moment_bytes,
         "reference": itemsize * num_local if has_reference else 0,
-        "gathered": _gathered(model, itemsize, train.reshard) if is_sharded else 0,
+        "gathered": _gathered(model, itemsize, train.reshard, num_ranks) if is_sharded else 0,
         "activations": max(at_head, in_layers),
         "head": head_bytes,
         # What is merged to be published is there when the activations are not.
@@ -186,7 +186,7 @@ def plan_memory(
     if has_vllm and on_gpu:
         vllm_bytes = sum(_vllm_bytes(config, size, gpu_bytes) for size in engine_bytes)
     # Each parameter is whole for a moment, in the dtype of its master weights.
-    num_whole = _whole_at_once(model) if is_sharded else 0
+    num_whole = _whole_at_once(model, num_ranks) if is_sharded else 0
     whole_bytes = num_whole * (optimizer.weight_dtype.itemsize if lora is None else itemsize)
     loading_bytes = parts["weights"] + parts["reference"]
     loading_bytes += whole_bytes * (num_ranks - 1) // num_ranks
@@ -200,17 +200,18 @@ def plan_memory(
     )
 
 
-def _whole_at_once(model: PreTrainedModel) -> int:
+def _whole_at_once(model: PreTrainedModel, num_ranks: int) -> int:
     """Count the parameters that are whole on a device when the last of them are sharded."""
     if not is_sharded_by_layer(model):
         return model.num_parameters()
-    sizes = _layer_sizes(model)
+    sizes = _unit_sizes(model, num_ranks)
     return max(*sizes, model.num_parameters() - sum(sizes))
 
 
-def _layer_sizes(model: PreTrainedModel) -> list[int]:
-    """Count the parameters of each layer."""
-    return [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
+def _unit_sizes(model: PreTrainedModel, num_ranks: int) -> list[int]:
+    """Count the parameters of the layers that are gathered at once."""
+    units = units_of(model, num_ranks)
+    return [sum(p.numel() for layer in unit for p in layer.parameters()) for unit in units]
 
 
 def _vllm_bytes(config: Config, weight_bytes: int, gpu_bytes: int) -> int:
@@ -263,10 +264,12 @@ def head(
     return itemsize * num_weights, min(num_targets * row_bytes, chunk_bytes) + state_bytes
 
 
-def _gathered(model: PreTrainedModel, itemsize: int, reshard: bool) -> int:
-    """Count the bytes of weights a rank holds whole: all, or two layers and what is in none."""
+def _gathered(model: PreTrainedModel, itemsize: int, reshard: bool, num_ranks: int) -> int:
+    """Count the bytes of weights a rank holds whole: all, or two units of layers and what is in
+    none.
+    """
     num_parameters = model.num_parameters()
     if not (reshard and is_sharded_by_layer(model)):
         return itemsize * num_parameters
-    sizes = _layer_sizes(model)
+    sizes = _unit_sizes(model, num_ranks)
     return itemsize * (num_parameters - sum(sizes) + 2 * max(sizes))
