@@ -17,6 +17,9 @@ _log = logging.getLogger(__name__)
 
 MOST_BROKEN = 3
 """Steps in a row after which a run ends where something is broken, not too easy or too hard."""
+MOST_FAILED = 0.5
+"""Share of the rollouts that may fail: where more do, MOST_BROKEN steps in a row end a run, too. A
+rollout fails by what is around the policy, and those that are left are not like all."""
 _CHARS = 200
 """Characters of a text that a message has."""
 
@@ -29,6 +32,7 @@ class LearningSignal:
     is_main: bool
     num_idle: int = field(default=0, init=False)
     num_broken: int = field(default=0, init=False)
+    num_failing: int = field(default=0, init=False)
     idle_steps: list[int] = field(default_factory=list, init=False)
     """All steps since this process began that had nothing to learn from."""
     last_cause: str = field(default="", init=False)
@@ -38,6 +42,7 @@ class LearningSignal:
 
         Raises UserError, with the cause, when steps like this one do not end.
         """
+        self._watch_failures(step, total)
         cause = _cause(total)
         if cause is None:
             self.num_idle = self.num_broken = 0
@@ -55,6 +60,20 @@ class LearningSignal:
         # Of many in a row the 1st, 2nd, 3rd, 10th, 20th, 30th, ... are told.
         if self.is_main and (self.num_idle <= 3 or self.num_idle % 10 == 0):
             _log.warning("%s", text)
+
+    def _watch_failures(self, step: int, total: Tally) -> None:
+        num, num_failed = total.sums["rollouts"], total.sums["rollouts"] - total.sums["finished"]
+        # Where all fail there is nothing to learn from either, which says more.
+        is_failing = MOST_FAILED * num < num_failed < num
+        self.num_failing = (self.num_failing + 1) * is_failing
+        if self.num_failing >= MOST_BROKEN:
+            example = "; ".join(total.said.get("failure", ())[:1])
+            raise UserError(
+                f"step {step}: {num_failed:.0f} of {num:.0f} rollouts failed, and more than "
+                f"{MOST_FAILED:.0%} in each of {MOST_BROKEN} steps, so that what is trained is not "
+                f"like what is sampled: {example}. docs/hardening.md says what helps; the same "
+                "command with run.resume = 'auto' goes on from the newest checkpoint"
+            )
 
     def summary(self) -> dict[str, Any]:
         """Return the idle steps and the cause of the last, for summary.json; {} without any."""
@@ -84,6 +103,8 @@ def count_signal(
         tally.say("rewards", [min(rewards), max(rewards)])
     if not counts["signals"] and (example := _example(rollouts, low)):
         tally.say("example", example)
+    if any(rollout.error for rollout in rollouts):
+        tally.say("failure", _example(rollouts, low))
 
 
 def _cause(total: Tally) -> tuple[str, bool] | None:

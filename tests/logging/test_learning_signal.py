@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,26 @@ def test_what_is_broken_in_a_row_ends_the_run() -> None:
     assert MOST_BROKEN == 3
     with pytest.raises(UserError, match=r"step 3 \(3 steps in a row\): all 4 rollouts failed"):
         watch(signal(), FAILED, FAILED, FAILED)
+
+
+MANY, HALF = ({"rollouts": 8, "finished": n, "signals": 3} for n in (3, 4))
+
+
+def test_a_run_ends_where_most_rollouts_fail_step_after_step() -> None:
+    """Though some are left to learn from: these are not like all."""
+    watch(signal(), MANY, MANY, HALF, MANY, MANY, LEARNS)
+    watch(signal(), *[HALF] * 9)
+    with pytest.raises(UserError, match=r"step 3: 5 of 8 rollouts failed, and more than 50%"):
+        watch(signal(), MANY, MANY, MANY)
+
+
+def test_a_failure_is_told_by_its_first_example() -> None:
+    failed = replace(with_lengths(1, 2), reward=None, error="generator: it is down")
+    group = Group(0, (with_lengths(1, 2), failed, failed))
+    tally = Tally()
+    config = Config.model_validate({"algorithm": {"equal_groups": "keep"}})
+    count_signal(tally, [group], load_algorithm(config).advantages([group]), 0.0)
+    assert tally.said["failure"] == ["the first failed because of 'generator: it is down'"]
 
 
 @pytest.mark.parametrize("has_teacher", [False, True])
