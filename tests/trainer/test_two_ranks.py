@@ -28,7 +28,7 @@ from flowtrain.trainer.cost import ForwardCost
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.minibatch_factor import MinibatchFactor
 from flowtrain.trainer.model import loading as models
-from flowtrain.trainer.packing import PackedRow, pack
+from flowtrain.trainer.packing import PackedRow, pack_row
 from flowtrain.trainer.step_metrics import StepMetrics
 from flowtrain.trainer.trainer import OptimSpec, Trainer
 from flowtrain.utils.commands import end_process
@@ -133,8 +133,10 @@ def group_samples(step: int, index: int) -> list[Sample]:
 
 
 def rows_of(step: int, rank: int, size: int) -> list[list[PackedRow]]:
+    """Rows of two samples, so that ranks have different numbers of them."""
     mine = [s for index in range(4) if index % size == rank for s in group_samples(step, index)]
-    return pack(mine, 2, num_takers=2)
+    each = [[s for s in mine if s.minibatch == number] for number in range(2)]
+    return [[pack_row(own[n : n + 2]) for n in range(0, len(own), 2)] for own in each]
 
 
 def load_model(path: str, world: World) -> PreTrainedModel:

@@ -319,7 +319,7 @@ def make_trainer(
         fused=train.fused_layers,
     )
     reference = None
-    other = _other_reference(components, dtype)
+    other = _other_reference(components, dtype) if needs_reference else None
     if needs_reference and (other or not has_adapter(components.model)):
         source = other or components.model
         frozen = skeleton(source).requires_grad_(False).eval()
