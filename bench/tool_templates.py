@@ -1,10 +1,10 @@
 """Published chat templates: which of them have their calls of tools read back:
 python -m bench.tool_templates FOLDER
 
-FOLDER holds *.jinja files, at any depth; of those that are equal one counts, and only those that
-show tools. The format is the one that `agent.tool_format = "auto"` finds. Each template then writes
-calls that it was not chosen by. One is misread where it comes back as another call, or as none; a
-value that the template itself writes unreadably comes back as a call with a problem.
+FOLDER holds *.jinja files, at any depth; of equal ones one counts, and only those that show tools.
+The format is that of `agent.tool_format = "auto"`. Each template then writes other calls. One is
+misread where it comes back as another call, or as none; a value that the template itself writes
+unreadably comes back as a call with a problem.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from flowtrain.agents.chat.tool_formats import (
@@ -43,24 +44,21 @@ TRIALS = {
 def shows_tools(template: str) -> bool:
     """Tell whether a template describes tools to the model."""
     tools = tools_of([WrittenCall("find_it", json.dumps({"city": "x"}))])
-    try:
-        text = render_template(template, [{"role": "user", "content": "Hi"}], tools, TOKENS)
-    except TEMPLATE_ERRORS:
-        return False
-    return "find_it" in text
+    with suppress(*TEMPLATE_ERRORS):
+        user = {"role": "user", "content": "Hi"}
+        return "find_it" in render_template(template, [user], tools, TOKENS)
+    return False
 
 
 def trials(template: str, name: str) -> Iterator[tuple[str, str]]:
     """Yield what became of the calls that were not read back, by the name of the trial."""
     for trial, values in TRIALS.items():
         call = WrittenCall("find_it", json.dumps(values))
-        try:
+        with suppress(*TEMPLATE_ERRORS):
             reply = rendered_reply(template, [call], TOKENS)
-        except TEMPLATE_ERRORS:
-            continue
-        if not reads(FORMATS[name], reply, [call]):
-            _, calls = FORMATS[name].parse(reply, tools_of([call]))
-            yield trial, "problem" if calls and calls[0].problem else "misread"
+            if not reads(FORMATS[name], reply, [call]):
+                _, calls = FORMATS[name].parse(reply, tools_of([call]))
+                yield trial, "problem" if calls and calls[0].problem else "misread"
 
 
 def main() -> None:

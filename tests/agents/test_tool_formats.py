@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import pytest
 from chat_templates import LLAMA31, MISTRAL, QWEN3, QWEN25, SMOLLM2
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flowtrain.agents.chat.tool_formats import FORMATS, MAX_CALLS, WrittenCall, format_of, tools_of
@@ -99,6 +99,7 @@ def test_no_text_makes_a_parser_raise(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=40)
 @given(calls=CALLS, share=st.floats(0, 1))
 def test_what_was_cut_is_read_as_it_was_meant_or_as_broken(
     name: str, calls: list[WrittenCall], share: float
