@@ -110,9 +110,9 @@ def texts(path: Path) -> Iterator[str]:
         yield path.read_text(encoding="utf-8")
         return
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                yield inspect.cleandoc(node.value.value)
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            yield inspect.cleandoc(value.value)
 
 
 def sentences(text: str) -> list[str]:
