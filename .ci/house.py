@@ -118,8 +118,9 @@ def texts(path: Path) -> Iterator[str]:
 def sentences(text: str) -> list[str]:
     """The sentences of at least three words of a text, without its code and tables."""
     text = re.sub(r"\]\([^)]*\)|[*\[>]", "", _NO_PROSE.sub("\n", text))
-    parts = re.split(r"\n\s*\n|\n\s*(?:-|\d+\.) |^- |(?<=[.!?])\s+(?=[A-Z`])", text)
-    return [each for part in parts if len((each := " ".join(part.split())).split()) > 2]
+    parts = re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) )|(?<=[.!?])\s+(?=[A-Z`])", text)
+    found = [re.sub(r"^(-|\d+\.) ", "", " ".join(part.split())) for part in parts]
+    return [each for each in found if len(each.split()) > 2]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
