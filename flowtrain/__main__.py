@@ -30,7 +30,7 @@ COMMANDS = {
     ),
     "weights": ("flowtrain.weights", "verify, serve and clean versions of weights"),
     "prove": (
-        "flowtrain.inference.proof",
+        "flowtrain.inference.prove",
         "whether an endpoint samples with the policy that was trained, by log-probs",
     ),
     "view": (

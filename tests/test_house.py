@@ -162,6 +162,29 @@ def test_a_checkout_stands_beside_its_last_tag(
     assert house.rooms_at("v0.1.0", checkout)["bench"] == 17
 
 
+def test_vague_and_passive_sentences_are_counted(house: ModuleType, tmp_path: Path) -> None:
+    page = """# That is a heading
+
+It has three words. A long
+line was broken by the writer.
+
+- One item more: `that.is` code. What [this](that.md) is, is a link.
+
+| that | is a table |
+
+```
+That is code.
+```
+"""
+    (tmp_path / "README.md").write_text(page)
+    (tmp_path / "flowtrain").mkdir()
+    (tmp_path / "flowtrain" / "a.py").write_text(
+        'x = """Those are no docs."""\n"""They are two."""'
+    )
+    assert house.sentences(page)[1] == "A long line was broken by the writer."
+    assert house.prose(tmp_path) == {"README": (4, 23 / 4, 75, 25), "docstrings": (1, 3, 0, 0)}
+
+
 def test_a_folder_that_is_no_checkout_is_refused(house: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no checkout of flowtrain"):
         house.rooms(tmp_path)

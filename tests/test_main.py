@@ -115,6 +115,10 @@ LIGHT = {
         "--help": "usage: python -m flowtrain.weights",
         "verify nowhere": "nowhere is no folder",
     },
+    "prove": {
+        "--help": "usage: python -m flowtrain.inference.prove",
+        "http://localhost/v1 --model x --policy y --other z": "'z' must be NAME=FOLDER",
+    },
     "view": {
         "--help": "usage: python -m flowtrain.logging.page",
         "nowhere": "there is no folder nowhere",

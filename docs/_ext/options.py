@@ -43,12 +43,30 @@ def entry(option: Option) -> str:
     """Return an option in reStructuredText."""
     lines = [f".. confval:: {option.name}", f"   :type: ``{option.kind}``"]
     lines += [f"   :default: ``{option.default}``"]
-    meaning = escaped(option.meaning)
-    if unit := unit_of(option):
-        meaning += f" Unit: {unit}."
-    if words := SYNONYMS.get(option.name):
-        meaning += f" Elsewhere: {', '.join(f'``{word}``' for word in words)}."
-    return "\n".join([*lines, "", f"   {meaning}", ""])
+    return "\n".join([*lines, "", f"   {escaped(option.meaning)}{more(option, '``')}", ""])
+
+
+def more(option: Option, tick: str) -> str:
+    """Return an option's unit and its names elsewhere in brackets, with `tick` around code."""
+    words = ", ".join(f"{tick}{word}{tick}" for word in SYNONYMS.get(option.name, ()))
+    found = [unit_of(option), f"elsewhere: {words}" if words else ""]
+    return f" ({'; '.join(filter(None, found))})" if any(found) else ""
+
+
+def option_list() -> str:
+    """Return the reference as Markdown with a list for each section."""
+    found: list[str] = []
+    for section, field in Config.model_fields.items():
+        found += [f"## {section}", "", *filter(None, [" ".join((field.description or "").split())])]
+        found += [""] * (found[-1] != "")
+        found += [
+            f"- `{option.name}`, `{option.kind}`, default `{option.default}`: "
+            f"{option.meaning}{more(option, '`')}"
+            for option in all_options()
+            if option.section == section
+        ]
+        found.append("")
+    return "\n".join(found)
 
 
 def unit_of(option: Option) -> str:

@@ -1,7 +1,8 @@
 """Makes pages of the site from pages that are written for GitHub.
 
 Links to files outside of docs/ lead to the repository. The list of `index.md` becomes the
-navigation. Comments of the form `<!-- site: ... -->` are replaced:
+navigation. Parts from `<!-- site: KIND ... -->` to `<!-- end of KIND -->`, which
+`docs._ext.markdown` writes for readers of the repository, are replaced:
 
     site: options                the reference of the config, from the source of `--help all`
     site: api NAME ...           what the docstrings of these objects, or of a module's names, say
@@ -21,13 +22,12 @@ from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 
 from docs._ext.options import names, option_page
-from docs._ext.reference import api_page
+from docs._ext.reference import MARK, api_page
 
 DOCS = Path(__file__).resolve().parents[1]
 ROOT = DOCS.parent
 _FENCE = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()(?P<target>[^)\s]+)(?=\))")
-_MARK = re.compile(r"^<!-- site: (?P<kind>\w+) ?(?P<words>.*?) -->$", re.MULTILINE)
 _ENTRY = re.compile(r"^- \[(?P<title>[^\]]*)\]\((?P<page>[^)#]+)\.md\)", re.MULTILINE)
 
 
@@ -91,10 +91,10 @@ def _read(app: Sphinx, docname: str, source: list[str]) -> None:
         assert mark["kind"] == "api", mark[0]
         return api_page(mark["words"].split())
 
-    text = relink(source[0], folder, repository)
+    text = relink(MARK.sub(replaced, source[0]), folder, repository)
     if docname == app.config.root_doc:
         text += "\n" + navigation(text)
-    source[0] = _MARK.sub(replaced, text)
+    source[0] = text
 
 
 class OptionLinks(SphinxTransform):

@@ -5,15 +5,27 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+MARK = re.compile(
+    r"^<!-- site: (?P<kind>\w+) ?(?P<words>[^\n]*?) -->$"
+    r"(?:(?:(?!^<!-- site).)*?^<!-- end of (?P=kind) -->$)?",
+    re.MULTILINE | re.DOTALL,
+)
+"""A part of a page that is generated: a comment, and all up to the comment that ends it."""
+
 
 def api_page(names: Sequence[str]) -> str:
     """Return Markdown with the docstrings of objects; a module stands for its public names."""
-    found = [each for name in names for each in _public(name)]
-    return "```{eval-rst}\n" + "\n".join(map(directive, found)) + "\n```\n"
+    return "```{eval-rst}\n" + "\n".join(map(directive, public_names(names))) + "\n```\n"
+
+
+def public_names(names: Sequence[str]) -> list[str]:
+    """Return dotted names of objects, with a module's public names in its place."""
+    return [each for name in names for each in _public(name)]
 
 
 def directive(name: str) -> str:

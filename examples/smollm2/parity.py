@@ -23,7 +23,7 @@ from flowtrain.records import Call, Sample, Sampling, UserError
 from flowtrain.trainer.attention import registration as attention
 from flowtrain.trainer.loss import equip, score_row
 from flowtrain.trainer.model.loading import load_model, load_tokenizer
-from flowtrain.trainer.packing import in_order, pack_rows
+from flowtrain.trainer.packing import pack_row
 
 PROMPTS = {
     "What is the capital of France? Answer in one sentence.": "Paris",
@@ -203,8 +203,8 @@ def tree_logprobs(folder: Path, dtype: str, sampled: Sequence[Call]) -> list[Ten
     model = load_model(str(folder), getattr(torch, dtype), attention.NAME).eval()
     equip(model)
     samples = [Sample.of(call) for call in sampled]
-    rows = pack_rows(samples, token_budget=4096)
-    return in_order(samples, [score_row(model, row, 1.0).logprob_T for row in rows])
+    logprob_T = score_row(model, pack_row(samples), 1.0).logprob_T
+    return list(logprob_T.split([len(sample.response_ids) for sample in samples]))
 
 
 def _vllm_distance(folder: Path, dtype: str, prompts: Sequence[tuple[int, ...]]) -> Distance:

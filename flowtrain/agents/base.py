@@ -19,15 +19,15 @@ from flowtrain.tools import Tool
 
 
 class Agent(Protocol):
-    """Makes rollouts; it holds no state of one, so any number run at once."""
+    """Makes rollouts; keeps no state of a rollout, so any number may run at once."""
 
     async def run(
         self, task: Task, seed: int, cutoff: Cutoff | None = None, start: BranchStart | None = None
     ) -> Trajectory:
         """Roll out one task; the same task and seed give the same rollout.
 
-        Every call in the trajectory holds the ids that a policy of the agent's context read and
-        sampled, as they were: those are trained, and nothing is encoded again.
+        Every call in the trajectory holds the exact ids that a policy of the agent's context read
+        and sampled. Training uses these ids; nothing is tokenized again.
 
         Args:
             cutoff: ends many rollouts together; each then answers from the turns that it has.
@@ -48,15 +48,15 @@ class AgentContext:
 
     config: Config
     policies: Mapping[PolicyName, Policy]
-    """Those that are trained or could be, by name, in the config's order."""
+    """Policies that are or could be trained, by name, in the config's order."""
     tools: Mapping[str, Tool]
-    """By name, those of `agent.tools`."""
+    """The tools of `agent.tools`, by name."""
     chats: Mapping[str, ChatEngine]
     """Frozen models, by the role that `[roles]` gives them."""
     max_turns: int
-    """Turns of a rollout: those of training or of evaluation."""
+    """Limit of a rollout's turns, in training or in evaluation."""
 
     @property
     def first_policy(self) -> Policy:
-        """Return the policy of agents that have no other."""
+        """Return the config's first policy, the only one of most agents."""
         return next(iter(self.policies.values()))

@@ -76,8 +76,8 @@ def joined(beginning: Call, later: Call) -> Call:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy as agents see it: token ids in, token ids out, so that it can be trained. It is the
-    voice of its module (`Voice`).
+    """A trainable policy as agents see it: token ids in, token ids out. It implements `Voice` for
+    its module.
     """
 
     is_frozen: ClassVar[bool] = False
@@ -92,12 +92,12 @@ class Policy:
     frequency_penalty: float = 0.0
     name: PolicyName = ""
     sampled: Counter[PolicyName] = field(default_factory=Counter)
-    """Tokens that engines have returned, by the policy's name, those of turns that were broken off
-    afterwards too; not what a request had sampled when it was given up."""
+    """Tokens that engines have returned, by policy name, including turns that were broken off later
+    but not tokens of requests that were given up."""
 
     @property
     def max_tokens(self) -> int:
-        """Return the tokens of the longest prompt and response together."""
+        """Return the largest number of tokens of prompt and response together."""
         return self.engine.max_tokens
 
     async def sample(
@@ -110,11 +110,11 @@ class Policy:
         max_new_tokens: int | None = None,
         stop_strings: tuple[str, ...] = (),
     ) -> Call:
-        """Sample a response, or what follows its `prefix`. Raises PromptTooLong.
+        """Sample a response, or the continuation of its `prefix`. Raises PromptTooLong.
 
         Args:
-            max_new_tokens: fewer tokens than the policy's own.
-            stop_strings: the response ends with the first of these, which it contains.
+            max_new_tokens: a limit below the policy's own.
+            stop_strings: sampling stops after the first of these, which the response includes.
         """
         limit = min(self.max_new_tokens, max_new_tokens or self.max_new_tokens)
         if len(prompt_ids) + limit > self.max_tokens:
@@ -159,12 +159,12 @@ class Policy:
         return Call(prompt_ids, ids, (0.0,) * len(ids), (), FinishReason.STOP, text)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode a text in which only what a chat template wrote is special."""
+        """Encode a text; special tokens count only where a chat template wrote them."""
         return tuple(encode_plain(self.tokenizer, text))
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Encode the beginning of a prompt: where no chat template wrote it, behind what the
-        tokenizer begins a text with, such as <bos>.
+        """Encode the beginning of a prompt, after the tokenizer's initial tokens such as <bos>,
+        unless a chat template wrote it.
         """
         return tuple(encode_prompt(self.tokenizer, text))
 

@@ -56,12 +56,12 @@ class RolloutEnded(Exception):
 
 
 class Session:
-    """One rollout under way, for the coroutines of one event loop.
+    """One rollout in progress, for the coroutines of one event loop.
 
-    `answer_so_far` is the answer of a rollout that a limit ends, `engine_error` the reason why the
-    policy's engine failed for good, which ends the run. With `repeats_tools` a branch calls the
-    tools of its parent again, because their state is the rollout's own. With `must_report` a
-    rollout fails that ends without a `report`, as no rule of a task can score it.
+    `answer_so_far` is the answer if a limit ends the rollout. `engine_error` holds the permanent
+    failure of the policy's engine, which ends the run. `repeats_tools` makes a branch call its
+    parent's tools again, because their state belongs to the rollout. `must_report` fails a rollout
+    that ends without a `report`, because no rule of the task can score it.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Session:
         start: BranchStart | None = None,
         hints: Hints | None = None,
     ) -> None:
-        """`tools` take the place of those of the context."""
+        """`tools` replaces the tools of the context."""
         self.task = task
         self.seed = seed
         self.policies = context.policies
@@ -97,7 +97,7 @@ class Session:
 
     @property
     def policy(self) -> Policy:
-        """Return the run's first policy: that of most agents, which have no other."""
+        """Return the run's first policy; most agents have no other."""
         return next(iter(self.policies.values()))
 
     def policy_of(self, name: PolicyName = "") -> Policy:
@@ -111,7 +111,7 @@ class Session:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """Return the turns so far, in the order in which their responses were asked for."""
+        """Return the turns so far, in the order of their requests."""
         return tuple(self._turns[number] for number in sorted(self._turns))
 
     @property
@@ -134,11 +134,11 @@ class Session:
         max_new_tokens: int | None = None,
         stop_strings: tuple[str, ...] = (),
     ) -> Call:
-        """Sample a response and record it as a turn; the arguments are those of `Policy.sample`,
-        and `policy` is whom to ask: "" is the first.
+        """Sample a response from `policy` ("": the first) and record it as a turn. The other
+        arguments are passed to `Policy.sample`.
 
         Raises RolloutEnded when the turns, the time or the model's positions are used up. A call
-        that its caller cancels, or that fails, is no turn.
+        that fails or is cancelled leaves no turn.
         """
         target = self.policy_of(policy)
         name = policy or next(iter(self.policies))
@@ -241,7 +241,7 @@ class Session:
         self._amend(call, problem=problem)
 
     def hint(self) -> str:
-        """Return what a stuck rollout may look for next; "" for any other, and after one hint."""
+        """Return a hint for a stuck rollout; "" for any other rollout, and after one hint."""
         if self._hints is None or self.hint_turn is not None:
             return ""
         turns = self.turns
@@ -250,11 +250,11 @@ class Session:
         return hint
 
     def report(self, /, **parts: float) -> None:
-        """Report parts of the reward, as an environment does that knows it."""
+        """Report parts of the reward, if the program knows it."""
         self._reported |= parts
 
     def report_turns(self, rewards: Sequence[float]) -> None:
-        """Report what each turn earned, besides the parts of `report`."""
+        """Report a reward per turn, in addition to the parts of `report`."""
         self._turn_rewards = tuple(rewards)
 
     def _record(self, number: int, turn: Turn) -> Call:

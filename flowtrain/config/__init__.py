@@ -68,7 +68,7 @@ class Config(Section):
     """Options of what an option names by NAME or FILE.py:NAME: tools, an environment, an algorithm,
     loggers, rules of the dataflow."""
     mcp: dict[str, McpServer] = Field(default_factory=dict)
-    """MCP servers whose tools agent.tools names (pip install 'flowtrain[mcp]')."""
+    """MCP servers whose tools agent.tools names (pip install -e '.[mcp]')."""
     reward: Reward = Reward()
     judge: Judge = Judge()
     web_search: WebSearch = WebSearch()

@@ -20,9 +20,9 @@ class Tasks(Section):
     path: str = ""
     """name = "file": JSON, JSONL or Parquet with question, answer and optionally id, kind,
     num_turns, choices, scorer; with reward.function any other columns, and no answer is needed; or
-    a folder of such files; or a data set of the Hub, owner/name"""
+    a folder of such files; or a dataset of the Hub, owner/name"""
     split: str = "train"
-    """name = "file": the split that is read of a folder or a data set of the Hub"""
+    """name = "file": the split that is read of a folder or a dataset of the Hub"""
     mixture: dict[str, PositiveFloat] = Field(default_factory=dict)
     """name = "file": several files instead of path, each with its weight; every step draws from all
     of them"""

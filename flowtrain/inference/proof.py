@@ -1,19 +1,10 @@
-"""Prove that an endpoint samples with the policy that was trained.
-
-Log-probs of fixed tokens from a server that tells those of a prompt, as vLLM's does, are compared
-with those of a checkpoint, or of an adapter on its base, computed here. How far apart rounding puts
-them is measured on the same tokens. Other models that it may hold instead, such as an earlier
-checkpoint or another adapter, are named if it holds them; the base of an adapter is always tried.
-FLOWTRAIN_TOKEN is the key for the endpoint.
-Exit codes: 0 it samples with the policy, 1 it does not, 2 the question was not understood.
+"""Log-probs of fixed tokens, as a server tells them and as a policy has them: whether they are the
+same but for rounding, and whose they are if not.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,20 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from flowtrain.config import Chat
-from flowtrain.inference.endpoint import Endpoint
-from flowtrain.inference.endpoint_scorer import EndpointScorer
-from flowtrain.inference.protocol import EngineError, Scorer
-from flowtrain.records import Sample, UserError
+from flowtrain.inference.protocol import Scorer
+from flowtrain.records import Sample
 from flowtrain.trainer.model import lora
 from flowtrain.trainer.model.loading import load_model, load_tokenizer
-from flowtrain.utils.commands import number
-from flowtrain.utils.event_loop import run_to_end
-from flowtrain.utils.terminal import protect_output, say
 
-_COMMAND = "python -m flowtrain.inference.proof"
-NUM_TOKENS, _LENGTH = 64, 32
-"""Tokens that are compared, and those of a sequence."""
+_LENGTH = 32
+"""Tokens of a sequence."""
 _TRUSTED = 4.0
 """Times the rounding that log-probs may be apart."""
 _LEAST = 1e-5
@@ -152,56 +136,3 @@ def log_probs(path: str, samples: Sequence[Sample], dtype: torch.dtype) -> Tenso
         logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0].double()
         found.append(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0])
     return torch.cat(found)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Ask an endpoint, and return the exit code."""
-    protect_output()
-    options = _parser().parse_args(arguments)
-    key = "FLOWTRAIN_TOKEN" if os.environ.get("FLOWTRAIN_TOKEN") else ""
-    chat = Chat(model=options.model, base_url=options.url, api_key_env=key)
-    try:
-        endpoint = Endpoint("proof", chat)
-        try:
-            scorer = EndpointScorer(endpoint, options.model, options.timeout)
-            dtype = getattr(torch, options.dtype)
-            others = dict(options.other)
-            proof = run_to_end(prove(scorer, options.policy, others, dtype, options.tokens))
-        finally:
-            endpoint.close()
-    except (UserError, EngineError) as error:
-        say(f"{_COMMAND}: {error}")
-        return 2
-    print(proof.text())
-    return 0 if proof.is_proven else 1
-
-
-def _parser() -> argparse.ArgumentParser:
-    summary, _, *rest = (__doc__ or "").splitlines()
-    example = f"example: {_COMMAND} http://localhost:8000/v1 --model policy --policy run/model"
-    parser = argparse.ArgumentParser(
-        prog=_COMMAND, description=summary, epilog=" ".join([*rest, example]), allow_abbrev=False
-    )
-    add = parser.add_argument
-    add("url", metavar="URL", help="the endpoint's address, such as http://localhost:8000/v1")
-    add("--model", required=True, help="the name of the policy, or of its adapter, at the endpoint")
-    add("--policy", required=True, metavar="FOLDER", help="the checkpoint or adapter it should be")
-    text = "another model that it may hold; may be given several times"
-    add("--other", metavar="NAME=FOLDER", type=_named, action="append", default=[], help=text)
-    dtypes = ("bfloat16", "float16", "float32")
-    add("--dtype", choices=dtypes, default="bfloat16", help="in which it computes")
-    text = f"tokens to compare (default: {NUM_TOKENS})"
-    add("--tokens", type=number(1, 4096), default=NUM_TOKENS, help=text)
-    add("--timeout", type=number(1, 3600), default=120, help="seconds for an answer (default: 120)")
-    return parser
-
-
-def _named(text: str) -> tuple[str, str]:
-    name, equals, folder = text.partition("=")
-    if not (name and equals and folder):
-        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=FOLDER")
-    return name, folder
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,6 +15,9 @@ from statistics import fmean
 from flowtrain.logging.tally import Tally
 from flowtrain.records import Group, TrainBatch
 
+_OF_TOKENS = "sampled_tokens_mean", "trained_tokens_mean", "tokens_distance"
+_OF_SECONDS = "sampled_mean_s", "trained_mean_s", "distance_s"
+
 
 def count_survivors(tally: Tally, groups: Sequence[Group], batch: TrainBatch) -> None:
     """Lay down the tokens and the seconds of this rank's rollouts, and which are trained."""
@@ -33,13 +36,12 @@ def survivor_metrics(total: Tally) -> dict[str, float]:
     """
     rows = [row for of_rank in total.said.get("survivors", []) for row in of_rank]
     metrics = {}
-    for index, name in enumerate(("tokens", "seconds")):
+    for index, names in enumerate((_OF_TOKENS, _OF_SECONDS)):
         sampled = sorted(row[index] for row in rows)
         trained = sorted(row[index] for row in rows if row[2])
         if trained:
-            metrics[f"sampled_{name}_mean"] = fmean(sampled)
-            metrics[f"trained_{name}_mean"] = fmean(trained)
-            metrics[f"{name}_distance"] = distance(sampled, trained)
+            numbers = fmean(sampled), fmean(trained), distance(sampled, trained)
+            metrics |= dict(zip(names, numbers, strict=True))
     return metrics
 
 

@@ -22,7 +22,7 @@ _KINDS: Mapping[object, type] = {
 
 
 class ToolError(Exception):
-    """A failure that the tool foresaw; the planner reads its text."""
+    """An expected failure; the planner reads its message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +75,14 @@ class ToolCard:
     examples: tuple[Mapping[str, object], ...] = ()
     """Arguments of good calls."""
     finds_passages: bool = False
-    """The results are texts to find something in, which a refiner makes evidence of."""
+    """The results are passages, which a refiner shortens to evidence."""
     aliases: tuple[str, ...] = ()
-    """Other names that planners call it by, AgentFlow's for example."""
+    """Other names that planners use, AgentFlow's for example."""
     is_stateful: bool = False
     """A call may change the results of later calls: rollouts that use such a tool cannot branch."""
     keeps_time: bool = False
-    """It ends each call in bounded time by limits of its own, which do not depend on what else the
-    machine does as wall time does; `agent.tool_timeout_s` leaves it alone."""
+    """The tool bounds each call by its own limits, which unlike wall time do not depend on the load
+    of the machine; `agent.tool_timeout_s` does not apply."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:

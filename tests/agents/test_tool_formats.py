@@ -158,17 +158,18 @@ def test_the_time_is_linear_in_the_length_of_a_response(name: str) -> None:
     parse, shape = FORMATS[name].parse, FORMATS[name].shape
     heads = {"", "</think>", *(shape.partition(end)[0] for end in ("NAME", "{...", "..."))}
 
-    def seconds(text: str) -> float:
+    def is_slow(text: str) -> bool:
         begun = time.process_time()
         parse(text)
-        return time.process_time() - begun
+        return time.process_time() - begun > 0.1
 
     slow = [
         (head, piece)
         for head in heads
         for piece in HOSTILE
         for tail in ("", "<")
-        if seconds(head + piece * (10_000 // len(piece)) + tail) > 0.1
+        # Other work may take the processor from one try, but not from each.
+        if all(is_slow(head + piece * (10_000 // len(piece)) + tail) for _ in range(3))
     ]
     assert not slow
 

@@ -69,3 +69,8 @@ def test_the_repository_has_one_address() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     for other in project.get("urls", {}).values():
         assert other.startswith(url)
+
+
+def test_pages_install_from_the_clone_while_the_index_has_no_release() -> None:
+    wrong = re.compile(r"pip install [\"']?flow(train|kernels)\b")
+    assert [name_of(page) for page in PAGES if wrong.search(page.read_text(encoding="utf-8"))] == []

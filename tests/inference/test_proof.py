@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse
 
 from flowtrain.config import Lora
 from flowtrain.inference import proof
+from flowtrain.inference import prove as prove_command
 from flowtrain.inference.proof import compare, prove
 from flowtrain.inference.torch_engine import TorchEngine
 from flowtrain.records import Sample
@@ -209,16 +210,16 @@ def vllm_like(path: str) -> Iterator[str]:
 def test_the_command(tiny_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy = moved(tiny_path, tmp_path / "policy", 0.1)
     with vllm_like(policy) as url:
-        assert proof.main([url, "--model", "p", "--policy", policy]) == 0
+        assert prove_command.main([url, "--model", "p", "--policy", policy]) == 0
         assert capsys.readouterr().out.startswith("proven: ")
         wrong = [url, "--model", "p", "--policy", tiny_path, "--other", f"step 3={policy}"]
-        assert proof.main(wrong) == 1
+        assert prove_command.main(wrong) == 1
         assert "it samples with step 3 (" in capsys.readouterr().out
-        assert proof.main([url, "--model", "p", "--policy", str(tmp_path)]) == 2
-    assert proof.main([url, "--model", "p", "--policy", policy, "--timeout", "1"]) == 2
+        assert prove_command.main([url, "--model", "p", "--policy", str(tmp_path)]) == 2
+    assert prove_command.main([url, "--model", "p", "--policy", policy, "--timeout", "1"]) == 2
     for arguments in (["--other", "x"], ["--tokens", "0"]):
         with pytest.raises(SystemExit):
-            proof.main([url, "--model", "p", "--policy", policy, *arguments])
+            prove_command.main([url, "--model", "p", "--policy", policy, *arguments])
 
 
 def test_the_tokens_are_always_the_same_and_ordinary(tiny_path: str) -> None:

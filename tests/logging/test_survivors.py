@@ -48,7 +48,7 @@ def rollouts(*, fails_when_long: bool) -> list[Group]:
 
 def test_what_is_trained_is_what_was_sampled() -> None:
     found = metrics(rollouts(fails_when_long=False))
-    assert found["tokens_distance"] == found["seconds_distance"] == 0.0
+    assert found["tokens_distance"] == found["distance_s"] == 0.0
     assert found["sampled_tokens_mean"] == found["trained_tokens_mean"] == 4.5
 
 
@@ -57,7 +57,7 @@ def test_the_long_ones_that_failed_are_missed() -> None:
     found = metrics(rollouts(fails_when_long=True))
     assert found["sampled_tokens_mean"] == 4.5 and found["trained_tokens_mean"] == 3.0
     assert found["tokens_distance"] == pytest.approx(3 / 8)
-    assert found["trained_seconds_mean"] == 3.0
+    assert found["trained_mean_s"] == 3.0
 
 
 def test_nothing_trained_is_nothing_to_compare() -> None:
