@@ -35,7 +35,7 @@ def survivor_metrics(total: Tally) -> dict[str, float]:
     distributions are; without any of either nothing.
     """
     rows = [row for of_rank in total.said.get("survivors", []) for row in of_rank]
-    metrics = {}
+    metrics: dict[str, float] = {}
     for index, names in enumerate((_OF_TOKENS, _OF_SECONDS)):
         sampled = sorted(row[index] for row in rows)
         trained = sorted(row[index] for row in rows if row[2])

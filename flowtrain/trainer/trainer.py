@@ -309,9 +309,8 @@ class Trainer:
         as they are.
         """
         norm_0 = self.optimizer.grad_norm()
-        own_loss, own_norm = torch.stack(
-            [loss.to(norm_0), norm_0]
-        ).tolist()  # one wait for the device
+        # One wait for the device.
+        own_loss, own_norm = torch.stack([loss.to(norm_0), norm_0]).tolist()
         whole_loss, square = self._world.sum([own_loss, own_norm**2])  # one decision on all ranks
         norm = math.sqrt(square)
         is_finite = math.isfinite(whole_loss) and math.isfinite(norm)
