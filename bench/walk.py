@@ -29,7 +29,8 @@ _WAYS = ("walk", "whole row")
 
 
 def main() -> None:
-    parser = new_parser(__doc__, scale=0.1, turns=[3, 10, 30])
+    budgets = [2048, 4096, 8192, 16384, 32768]
+    parser = new_parser(__doc__, scale=0.1, turns=[3, 10, 30], budgets=budgets)
     add = parser.add_argument
     add("--turns", type=int, nargs="+", default=[10], help="of a rollout")
     add("--budgets", type=int, nargs="+", default=[8192], help="tokens, before --scale")
