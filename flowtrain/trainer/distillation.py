@@ -63,11 +63,11 @@ class Lesson:
             learnt = linear_distillation(
                 hidden_TD,
                 weight_VD,
-                self.state_TE.to(hidden_TD.dtype),
-                self.weight_VE.to(hidden_TD.dtype),
+                self.state_TE,
+                self.weight_VE,
                 weight_T=weight_T,
                 bias_V=bias_V,
-                teacher_bias_V=None if self.bias_V is None else self.bias_V.to(hidden_TD.dtype),
+                teacher_bias_V=self.bias_V,
                 divergence=self.spec.divergence,
                 mix=self.spec.mix,
                 temperature=temperature,
@@ -89,10 +89,13 @@ def lessons(
     """Return what a teacher says of the targets of each pass that learns in the walks through the
     rows; collective.
     """
-    head = head_of(teacher)
+    weight_VE, bias_V = head_of(teacher)
     states = reader.states(teacher, [row.teacher or row for row in rows])
+    if states:  # once, in the dtype of its passes
+        weight_VE = weight_VE.to(states[0].dtype)
+        bias_V = None if bias_V is None else bias_V.to(states[0].dtype)
     return [
-        Lesson(spec, state_TE, *head).of_targets(step.target_M)
+        Lesson(spec, state_TE, weight_VE, bias_V).of_targets(step.target_M)
         for state_TE, walk in zip(states, walks, strict=True)
         for step in walk
         if step.learns
@@ -101,11 +104,13 @@ def lessons(
 
 @torch.no_grad()
 def head_of(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """Return the weight and the bias of a model's head, whole on every rank; collective."""
+    """Return the weight and the bias of a model's head, whole on every rank; collective. They may
+    be the model's own, which an optimizer step changes.
+    """
     head = model.get_output_embeddings()
 
     def whole(tensor: Tensor) -> Tensor:
-        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
     bias = getattr(head, "bias", None)
     return whole(head.weight), None if bias is None else whole(bias)

@@ -79,6 +79,8 @@ class OptimSpec:
     for."""
     replays_routes: bool = True
     """Rows that have routes are read along them, by the policy and by the reference."""
+    distill: DistillSpec | None = None
+    """How the policy learns from a teacher, which is itself or the reference; None: it has none."""
 
 
 class Trainer:
@@ -98,16 +100,15 @@ class Trainer:
         token_loss: Callable[[LossSpec], LossSpec | TokenLossFn] = lambda spec: spec,
         factor: MinibatchFactor | None = None,
         token_budget: int | None = None,
-        distill: DistillSpec | None = None,
     ) -> None:
         """
         Args:
-            distill: how the policy learns from a teacher, which is itself or the `reference`.
             reference: a frozen copy; the `model` itself: it is the reference with its adapter off.
             token_budget: a row of more tokens is walked, in passes of at most so many; None: every
                 row is computed at once.
         """
         assert (loss.kl_coef > 0) <= (reference is not None), "a KL term needs a reference policy"
+        distill = optim.distill
         assert distill is None or distill.from_policy or reference is not None, "it is the teacher"
         disable_dropout(model)
         self.model = model.train()
@@ -123,7 +124,7 @@ class Trainer:
         self._world, self._loss, self._optim = world, loss, optim
         self._temperature = temperature
         self._reader = RowReader(world, token_budget, temperature, optim.replays_routes)
-        self._reference, self._distill = reference, distill
+        self._reference = reference
         self._scores_reference = loss.kl_coef > 0 and not optim.has_ref
         self._num_skipped = 0
         self._wants_routes = optim.replays_routes and bool(routers(model))
@@ -199,7 +200,7 @@ class Trainer:
         Raises UserError when MOST_SKIPPED optimizer steps in a row were skipped.
         """
         has_kl, routes = self._loss.kl_coef > 0, RouteMetrics(self.model)
-        has_teacher = self._distill is not None
+        has_teacher = self._optim.distill is not None
         step_metrics = StepMetrics(has_kl, has_teacher, routes, version)
         num_scores = self._optim.rescore + self._scores_reference + self._scores_minibatch
         step_metrics.num_flops = self._cost.step_flops(minibatches, num_scores)
@@ -296,11 +297,11 @@ class Trainer:
         self, rows: Sequence[PackedRow], walks: Sequence[Sequence[Pass]]
     ) -> list[Lesson | None]:
         """Return what the teacher says of the targets of each pass that learns; collective."""
-        if self._distill is None:
+        if self._optim.distill is None:
             return [None for walk in walks for step in walk if step.learns]
-        from_policy = self._distill.from_policy
+        from_policy = self._optim.distill.from_policy
         with nullcontext(self.model) if from_policy else self.reference() as teacher:
-            return lessons(self._distill, teacher, self._reader, rows, walks)
+            return lessons(self._optim.distill, teacher, self._reader, rows, walks)
 
     def optim_step(self, loss: Tensor, number: int = 0) -> float | None:
         """Clip, step, clear. Returns the gradient norm before clipping.

@@ -31,7 +31,6 @@ def make_trainer(tiny_path: str, alone: World) -> Callable[..., Trainer]:
         factor: Any = None,
         token_budget: int | None = None,
         token_loss: Any = None,
-        distill: Any = None,
         **optim: Any,
     ) -> Trainer:
         model = models.load_model(tiny_path, torch.float64)
@@ -45,7 +44,6 @@ def make_trainer(tiny_path: str, alone: World) -> Callable[..., Trainer]:
             reference=reference,
             factor=factor,
             token_budget=token_budget,
-            distill=distill,
             **({} if token_loss is None else {"token_loss": lambda _: token_loss}),
         )
 

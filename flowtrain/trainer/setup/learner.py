@@ -21,7 +21,7 @@ from flowtrain.trainer import checkpoint
 from flowtrain.trainer.balance import balance
 from flowtrain.trainer.checkpoint import Checkpoints
 from flowtrain.trainer.cost import ForwardCost
-from flowtrain.trainer.distillation import DistillSpec, check_teacher
+from flowtrain.trainer.distillation import check_teacher
 from flowtrain.trainer.lr_schedule import warmed_up
 from flowtrain.trainer.minibatch_factor import MinibatchFactor
 from flowtrain.trainer.minibatches import complete
@@ -259,7 +259,6 @@ def make_learner(components: LearnerComponents, store: WeightStore, folder: Path
         loss=algorithm.loss_spec(),
         optim=optim_spec(components),
         needs_reference=algorithm.needs_reference,
-        distill=algorithm.distill_spec(),
         token_loss=algorithm.token_loss,
         factor=algorithm.minibatch_factor(),
     )
@@ -284,6 +283,7 @@ def optim_spec(components: LearnerComponents) -> OptimSpec:
         rescore=train.rescore and not algorithm.has_old_logprobs,
         m2po=components.config.algorithm.m2po,
         has_ref=algorithm.has_ref_logprobs,
+        distill=algorithm.distill_spec(),
     )
 
 
@@ -293,7 +293,6 @@ def make_trainer(
     loss: LossSpec,
     optim: OptimSpec,
     needs_reference: bool = False,
-    distill: DistillSpec | None = None,
     token_loss: Callable[[LossSpec], LossSpec | TokenLossFn] = lambda spec: spec,
     factor: MinibatchFactor | None = None,
 ) -> Trainer:
@@ -331,7 +330,7 @@ def make_trainer(
     model = shard(components.model, ranks, spec)
     if needs_reference and reference is None:
         reference = model
-    if distill is not None:
+    if optim.distill is not None:
         check_teacher(model, reference or model)
     temperature = config.sampling_of(train.policy).temperature
     return Trainer(
@@ -344,7 +343,6 @@ def make_trainer(
         token_loss=token_loss,
         factor=factor,
         token_budget=train.row_budget,
-        distill=distill,
     )
 
 
