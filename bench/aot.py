@@ -58,7 +58,7 @@ _LONG = (
 """Numbers of 64 bits."""
 _POINTERS = {
     "targets_ptr": "*i64",
-    "mask_ids_ptr": "*i64",
+    "mask_ids_ptr": "*i32",
     "mask_offsets_ptr": "*i64",
     "cu_seqlens_ptr": "*i64",
     "old_words_ptr": "*i16",

@@ -176,7 +176,7 @@ class TorchEngine:
         # Scoring reads the rows as training does: by the trainer's attention.
         self._model.set_attn_implementation(attention.NAME)
         try:
-            walk = passes(pack_row(samples).to(device), _SCORED_TOKENS)
+            walk = passes(pack_row(samples), _SCORED_TOKENS)
             scores = score_walk(self._model, walk, temperature, device)
         finally:
             self._model.set_attn_implementation(NAME)

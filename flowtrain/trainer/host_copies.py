@@ -1,4 +1,4 @@
-"""Copies of a rank's tensors in the memory of the host, for threads that write beside training."""
+"""Copies between the host and its GPU that nobody waits for."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ import torch
 from torch import Tensor
 
 
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on a device. A copy to a GPU takes its turn among the GPU's work; only from
+    pinned memory does the host not wait for that.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 class HostCopies:
-    """Copies tensors again and again, always the same ones by name.
+    """Copies a rank's tensors to the host, for threads that write beside training: again and again, always the same ones by name.
 
     A GPU copies to pinned memory, all tensors side by side and several times as fast. That memory
     is kept for the next copy, because to pin it takes longer than to copy; as large as the tensors

@@ -34,6 +34,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from flowtrain.trainer.attention import registration as attention
 from flowtrain.trainer.attention.flex import padded
+from flowtrain.trainer.host_copies import copied
 from flowtrain.trainer.model import delta_net
 from flowtrain.trainer.model.experts import replaying
 from flowtrain.trainer.packing import PackedRow
@@ -255,5 +256,7 @@ def loss_of_scores(
 def part_of(whole: TokenLoss, target_M: Tensor | None) -> TokenLossFn:
     """Make a loss of what is known of each target."""
     known = {f.name: getattr(whole, f.name) for f in fields(whole)}
+    if target_M is not None:
+        target_M = copied(target_M, whole.loss_T.device)
     part: dict[str, Any] = {n: x if x is None else x[target_M] for n, x in known.items()}
     return lambda _tokens: TokenLoss(**part)

@@ -53,7 +53,7 @@ class MinibatchFactor:
         bounds_S1 = _bounds(ids_S3[order], length_S[order], self.joins_turns)
         log_ratio_T, advantage_T, weight_T = sorted_3T.to(world.device)
         factor_T = self.of(log_ratio_T, advantage_T, weight_T, bounds_S1.to(world.device))
-        found = factor_T.split([lengths[n] for n in order])
+        found = factor_T.cpu().split([lengths[n] for n in order])
         by_id = {tuple(ids_S3[n].tolist()): factor for n, factor in zip(order, found, strict=True)}
         return [
             replace(
@@ -73,12 +73,12 @@ def _encode(rows: Sequence[PackedRow], logprobs: Sequence[Tensor]) -> bytes:
         for row, logprob_T in zip(rows, logprobs, strict=True)
     ]
     ids = [each for row in rows for each in row.sample_ids]
-    lengths = [row.cu_targets_S1.diff().cpu() for row in rows]
+    lengths = [row.cu_targets_S1.diff() for row in rows]
     return save(
         {
             "sample_id": torch.tensor(ids, dtype=torch.int64).reshape(-1, 3),
             "length": torch.cat([torch.zeros(0, dtype=torch.int64), *lengths]),
-            "value": torch.cat([torch.zeros(3, 0), *(value.float().cpu() for value in values)], 1),
+            "value": torch.cat([torch.zeros(3, 0), *(value.float() for value in values)], 1),
         }
     )
 

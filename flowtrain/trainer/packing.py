@@ -24,6 +24,7 @@ from flowkernels import SamplingMask
 from torch import Tensor
 
 from flowtrain.records import Sample, SampleId
+from flowtrain.trainer.host_copies import copied
 from flowtrain.trainer.tree_shape import heaviest_first, subtree_ends
 from flowtrain.utils.prefixes import num_shared as _num_shared
 
@@ -76,7 +77,7 @@ class PackedRow:
     divisor_S: Tensor | None = None
     """fp32, `Sample.divisor` of each sample; None where they have none."""
     mask_ids_K: Tensor | None = None
-    """int64, the ids that log-probs are taken among, target after target; None: among all."""
+    """int32, the ids that log-probs are taken among, target after target; None: among all."""
     mask_offsets_T1: Tensor | None = None
     """int64, bounds of each target's ids in `mask_ids_K`; a target without any was sampled from all
     ids."""
@@ -100,10 +101,9 @@ class PackedRow:
         return SamplingMask(self.mask_ids_K, self.mask_offsets_T1)
 
     def to(self, device: torch.device) -> PackedRow:
+        """Copy the row to a device; a teacher's row stays where it is."""
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
-        moved: dict[str, Any] = {
-            name: x.to(device, non_blocking=True) for name, x in values if isinstance(x, Tensor)
-        }
+        moved: dict[str, Any] = {n: copied(x, device) for n, x in values if isinstance(x, Tensor)}
         return replace(self, **moved)
 
 
@@ -273,7 +273,7 @@ def _versions(samples: Sequence[Sample]) -> Tensor | None:
 def _mask_tensors(samples: Sequence[Sample]) -> tuple[Tensor | None, Tensor | None]:
     """The sampling masks of all targets; None where every sample was drawn from all ids."""
     masks = [s.sampling_mask for s in samples]
-    found = [torch.tensor(mask.ids, dtype=torch.int64) for mask in masks if mask is not None]
+    found = [torch.tensor(mask.ids, dtype=torch.int32) for mask in masks if mask is not None]
     if not found:
         return None, None
     counts = [

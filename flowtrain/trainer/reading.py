@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flowtrain.trainer.distributed import World
+from flowtrain.trainer.host_copies import copied
 from flowtrain.trainer.loss import forward_rows, fused_head, score_row
 from flowtrain.trainer.model.experts import replaying
 from flowtrain.trainer.packing import PackedRow, empty_row
@@ -53,8 +54,9 @@ def _pieces(walk: Sequence[Pass], device: torch.device) -> Iterator[tuple[Packed
         if step.kind is Kind.LEAVE:
             path.leave()
             continue
-        path.begin(step)
-        yield step.row.to(device), path
+        here = step.to(device)
+        path.begin(here)
+        yield here.row, path
         if step.kind is Kind.ENTER:
             path.enter()
 
@@ -62,7 +64,9 @@ def _pieces(walk: Sequence[Pass], device: torch.device) -> Iterator[tuple[Packed
 def _in_order(walk: Sequence[Pass], parts: Sequence[Tensor]) -> Tensor:
     """Join what was read of each piece's targets, in the order of the row."""
     targets = [s.target_M for s in walk if s.kind is not Kind.LEAVE and s.target_M is not None]
-    return torch.cat(list(parts))[torch.cat(targets).argsort()] if targets else parts[0]
+    if not targets:
+        return parts[0]
+    return torch.cat(list(parts))[copied(torch.cat(targets).argsort(), parts[0].device)]
 
 
 @dataclass(frozen=True, slots=True)

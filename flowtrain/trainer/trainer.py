@@ -159,8 +159,8 @@ class Trainer:
             return [list(rows) for rows in minibatches]
         return [
             [
-                replace(row, old_logprob_T=old.logprob_T)
-                for row, old in zip(rows, self.score(self.model, rows), strict=True)
+                replace(row, old_logprob_T=old_T)
+                for row, old_T in zip(rows, self._logprobs(self.model, rows), strict=True)
             ]
             for rows in minibatches
         ]
@@ -172,8 +172,8 @@ class Trainer:
         with self.reference() as reference:
             return [
                 [
-                    replace(row, ref_logprob_T=ref.logprob_T)
-                    for row, ref in zip(rows, self.score(reference, rows), strict=True)
+                    replace(row, ref_logprob_T=ref_T)
+                    for row, ref_T in zip(rows, self._logprobs(reference, rows), strict=True)
                 ]
                 for rows in minibatches
             ]
@@ -232,7 +232,8 @@ class Trainer:
     ) -> Tensor:
         """Accumulate the gradient of all rows and return this rank's part of the loss; collective.
 
-        Each row is walked; the passes of all ranks go side by side, because each is a collective.
+        Each row is walked, and a pass is copied to the device when it is its turn; the passes of
+        all ranks go side by side, because each is a collective.
         """
         # FSDP averages gradients over ranks where we want their sum.
         scale = self._world.size / normaliser
@@ -246,7 +247,7 @@ class Trainer:
                 reduces = self._reduces_every_row or index == len(kinds) - 1
                 self.model.set_requires_gradient_sync(reduces)
             is_idle = not steps or steps[0].learns != learns
-            step = self._reader.idle(learns) if is_idle else steps.popleft()
+            step = self._reader.idle(learns) if is_idle else steps.popleft().to(self.device)
             of_step = OpenPath() if is_idle else path
             if not learns:
                 trunk = step.trunk()
@@ -285,7 +286,8 @@ class Trainer:
         if looks_at_sequences(spec) and self._world.max([len(walked)])[0]:
             scores = self.score(self.model, [rows[index] for index in walked])
             for index, score in zip(walked, scores, strict=True):
-                whole[index] = loss_of_scores(rows[index], score, spec, scale)
+                row = rows[index].to(self.device)
+                whole[index] = loss_of_scores(row, score, spec, scale)
         return [
             part_of(whole[index], step.target_M) if index in whole else spec
             for index, walk in enumerate(walks)
@@ -344,14 +346,17 @@ class Trainer:
 
     def score(self, model: PreTrainedModel, rows: Sequence[PackedRow]) -> list[LogProbs]:
         """Score every row's targets under `model`; collective, ranks may differ in rows."""
-
         return self._reader.score(model, rows)
+
+    def _logprobs(self, model: PreTrainedModel, rows: Sequence[PackedRow]) -> list[Tensor]:
+        """Return the log-probs [T] of rows under `model`, on the host as the rows; collective."""
+        return [scores.logprob_T.cpu() for scores in self.score(model, rows)]
 
     def _scores_of(self, rows: Sequence[PackedRow], has_stepped: bool) -> list[Tensor]:
         """Return the log-probs [T] of rows under the current weights; collective."""
         if self._optim.rescore and not has_stepped:
             return [row.old_logprob_T for row in rows]  # they were scored with these weights
-        return [scores.logprob_T for scores in self.score(self.model, rows)]
+        return self._logprobs(self.model, rows)
 
     def _within_region(
         self, rows: Sequence[PackedRow], logprobs: Sequence[Tensor], threshold: float
@@ -363,14 +368,13 @@ class Trainer:
             divergent_log_ratios(logprob_T - r.old_logprob_T, r.advantage_T, r.loss_weight_T)
             for logprob_T, r in zip(logprobs, rows, strict=True)
         ]
-        mine = torch.cat([torch.zeros(0, device=self.device), *ratios_of_rows]).double()
-        every = b"".join(self._world.gather_bytes(mine.cpu().numpy().tobytes()))
+        mine = torch.cat([torch.zeros(0), *ratios_of_rows]).double()
+        every = b"".join(self._world.gather_bytes(mine.numpy().tobytes()))
         ratios = torch.from_numpy(np.frombuffer(every, np.float64).copy())
         return m2po_clip(self._loss, ratios, threshold)
 
     def _prepare(self, rows: Sequence[PackedRow]) -> list[PackedRow]:
-        """Return the rows on the device, with the weights that their tokens have in the loss."""
-        rows = [row.to(self._world.device) for row in rows]
+        """Return the rows with the weights that their tokens have in the loss."""
         if self._wants_routes and any(row.routes_NLC is None for row in rows):
             self._wants_routes = False  # said once
             _log.warning("rows without routes of the sampler are routed by the policy itself")
@@ -384,8 +388,6 @@ class Trainer:
 
 
 def _weight(rows: Sequence[PackedRow]) -> float:
-    """Sum what the loss of rows is divided by, in fp64 on the CPU, where it waits for the device
-    once.
-    """
-    sums = [(row.loss_weight_T if row.divisor_S is None else row.divisor_S).sum() for row in rows]
-    return sum(torch.stack(sums).tolist()) if sums else 0.0
+    """Sum what the loss of rows is divided by, in fp64."""
+    parts = [row.loss_weight_T if row.divisor_S is None else row.divisor_S for row in rows]
+    return sum(float(part.sum()) for part in parts)

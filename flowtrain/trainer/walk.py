@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from flowtrain.trainer.distributed import World
+from flowtrain.trainer.host_copies import copied
 from flowtrain.trainer.packing import PackedRow
 from flowtrain.trainer.tree_shape import Segment, segments
 
@@ -59,11 +60,16 @@ class Pass:
         """Whether it has a backward half."""
         return self.kind is not Kind.ENTER
 
+    def to(self, device: torch.device) -> Pass:
+        """Copy what is computed with to a device; `target_M` stays with the whole row."""
+        trunk_P = None if self.trunk_P is None else copied(self.trunk_P, device)
+        return replace(self, row=self.row.to(device), trunk_P=trunk_P)
+
     def trunk(self) -> Pass:
         """Return the pass over the trunk alone, which predicts nothing."""
         row, trunk_P = self.row, self.trunk_P
         assert trunk_P is not None
-        end_P, own_P = torch.full_like(trunk_P, len(trunk_P)), torch.arange(len(trunk_P))
+        end_P = torch.full_like(trunk_P, len(trunk_P))
         trunk = replace(
             row,
             input_ids_N=row.input_ids_N[trunk_P],
@@ -72,7 +78,7 @@ class Pass:
             target_row_T=row.target_row_T[:0],
             routes_NLC=None if row.routes_NLC is None else row.routes_NLC[trunk_P],
         )
-        return replace(self, row=trunk, trunk_P=own_P.to(trunk_P.device))
+        return replace(self, row=trunk, trunk_P=torch.arange(len(trunk_P), device=trunk_P.device))
 
 
 class _Piece(NamedTuple):
@@ -83,7 +89,9 @@ class _Piece(NamedTuple):
 
 
 def passes(row: PackedRow, budget: int | None) -> list[Pass]:
-    """Return the walk through a row, in passes of at most `budget` tokens; None: in one."""
+    """Return the walk through a row on the host, in passes of at most `budget` tokens; None: in
+    one.
+    """
     if budget is None or len(row.input_ids_N) <= budget:
         return [Pass(Kind.ONCE, row)]
     cutter, entered = _Cutter(row), list[Pass]()
@@ -206,13 +214,13 @@ class _Cutter:
 
     def cut(self, kind: Kind, piece: _Piece) -> Pass:
         """Return the pass over a piece."""
-        row, device = self._row, self._row.input_ids_N.device
+        row = self._row
 
         def tokens(ranges: Sequence[Range]) -> Tensor:
-            return torch.cat([torch.arange(*bounds, device=device) for bounds in ranges])
+            return torch.cat([torch.arange(*bounds) for bounds in ranges])
 
         token_N = tokens(piece.ranges)
-        bounds = torch.tensor(piece.ranges, device=device)
+        bounds = torch.tensor(piece.ranges)
         found = torch.searchsorted(self._token_T, bounds).tolist()
         # In the order of the samples, as all targets.
         target_M = torch.cat([self._by_token_T[first:last] for first, last in found]).sort().values
@@ -248,7 +256,7 @@ class _Cutter:
             count_M = offset_T1.diff()[target_M]
             offset_M1 = torch.cat([offset_T1[:1], count_M.cumsum(0)])
             moved_K = (offset_T1[target_M] - offset_M1[:-1]).repeat_interleave(count_M)
-            id_K = moved_K + torch.arange(len(moved_K), device=device)
+            id_K = moved_K + torch.arange(len(moved_K))
             part = replace(part, mask_ids_K=row.mask_ids_K[id_K], mask_offsets_T1=offset_M1)
         trunk_P = torch.searchsorted(token_N, tokens(piece.trunk)) if piece.trunk else None
         return Pass(kind, part, target_M, trunk_P)

@@ -208,11 +208,16 @@ def temperatures(
 
 
 def _check_mask(mask: SamplingMask, num_rows: int, device: torch.device) -> None:
-    tensors = {"token_ids_K": mask.token_ids_K, "offsets_T1": mask.offsets_T1}
-    for name, tensor in tensors.items():
-        if tensor.dim() != 1 or tensor.dtype != torch.int64 or not tensor.is_contiguous():
-            actual = f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
-            raise ValueError(f"sampling_mask.{name} must be contiguous int64 [n], got {actual}")
+    for name, tensor, wanted in (
+        ("token_ids_K", mask.token_ids_K, ("int32", "int64")),
+        ("offsets_T1", mask.offsets_T1, ("int64",)),
+    ):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.dim() != 1 or dtype not in wanted or not tensor.is_contiguous():
+            raise ValueError(
+                f"sampling_mask.{name} must be contiguous {' or '.join(wanted)} [n], got {dtype} "
+                f"{tuple(tensor.shape)}"
+            )
         if tensor.device != device:
             raise ValueError(
                 f"sampling_mask.{name} must be on {device}, where the logits are, got "

@@ -31,7 +31,7 @@ class SamplingMask:
     """
 
     token_ids_K: Tensor
-    """int64, on the device of the logits."""
+    """int32 or int64, on the device of the logits."""
     offsets_T1: Tensor
     """int64 [T + 1], ascending from 0 to K."""
 

@@ -95,10 +95,10 @@ def counted(batch: Batch) -> Tensor:
 
 
 def mask_of(subsets: list[list[int]]) -> SamplingMask:
-    """The CSR form of one list of ids per row."""
+    """The CSR form of one list of ids per row, with ids as the trainer packs them."""
     offsets = torch.tensor([0] + [len(ids) for ids in subsets]).cumsum(0)
     return SamplingMask(
-        torch.tensor([i for ids in subsets for i in ids], dtype=torch.int64), offsets
+        torch.tensor([i for ids in subsets for i in ids], dtype=torch.int32), offsets
     )
 
 
