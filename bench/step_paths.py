@@ -166,7 +166,7 @@ def _step(
 def _backward(
     trainer: Trainer, pack: Callable[[Sequence[Sample]], PackedRow], samples: Sequence[Sample]
 ) -> None:
-    row = pack(samples).to(torch.device(trainer.model.device))
+    row = pack(samples)
     trainer.forward_backward([row], float(row.loss_weight_T.sum()), StepMetrics())
 
 

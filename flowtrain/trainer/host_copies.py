@@ -18,7 +18,8 @@ def copied(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class HostCopies:
-    """Copies a rank's tensors to the host, for threads that write beside training: again and again, always the same ones by name.
+    """Copies a rank's tensors, for threads that write beside training: always the same ones by
+    name, again and again.
 
     A GPU copies to pinned memory, all tensors side by side and several times as fast. That memory
     is kept for the next copy, because to pin it takes longer than to copy; as large as the tensors
