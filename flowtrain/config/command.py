@@ -33,7 +33,7 @@ def main(module: str, command: str) -> NoReturn:
     """
 
     def body(config: Config) -> int:
-        with waiting("loading torch and what a run needs", os.environ.get("RANK", "0") == "0"):
+        with waiting("loading torch and what a run needs", _is_main()):
             run: Callable[[Config], int] = pkgutil.resolve_name(command)
         return run(config)
 
@@ -59,7 +59,8 @@ def run_command(
     how what was interrupted goes on.
     """
     protect_output()
-    is_main = os.environ.get("RANK", "0") == "0"
+    # Read now: torchrun's variables are out of sight while a vLLM starts.
+    is_main, error_file = _is_main(), os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     try:
         words = sys.argv[1:] if argv is None else argv
         config = parse(words)
@@ -79,7 +80,8 @@ def run_command(
     except UserError as error:
         if is_main or isinstance(error, Unmet):
             say(f"{module}: {error}")
-        _tell_torchrun(f"{module}: {error}")
+        if error_file:
+            _tell_torchrun(error_file, f"{module}: {error}")
         return OUTAGE if isinstance(error, Outage) else 2
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
@@ -96,11 +98,14 @@ def _interrupted(module: str, goes_on: str) -> str:
     return f"{module}: interrupted{'; ' * bool(goes_on)}{goes_on}"
 
 
-def _tell_torchrun(line: str) -> None:
-    """Give torchrun, where it started this rank, the reason for which it ends."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        reason = {"message": line, "timestamp": int(time.time())}
-        Path(path).write_text(json.dumps(reason), encoding="utf-8")
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _tell_torchrun(path: str, line: str) -> None:
+    """Give torchrun, which started this rank, the reason for which it ends."""
+    reason = {"message": line, "timestamp": int(time.time())}
+    Path(path).write_text(json.dumps(reason), encoding="utf-8")
 
 
 class Interrupt:
@@ -114,6 +119,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.requested = False
+        self._is_main = _is_main()
         self._is_deferred = False
         self._requested_at = 0.0
         self._old_handlers: dict[int, Any] = {}
@@ -144,5 +150,5 @@ class Interrupt:
             return
         self.requested = True
         self._requested_at = time.monotonic()
-        if os.environ.get("RANK", "0") == "0":
+        if self._is_main:
             say("\nfinishing this step, then saving (once more to stop at once)")

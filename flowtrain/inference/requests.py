@@ -24,6 +24,10 @@ _SLACK = 8
 """Tokens that a tokenizer may decode otherwise for standing first."""
 
 
+_ROUNDING = 1e-4
+"""By as much the probabilities of tokens that were sampled from may add up to less than 1."""
+
+
 class Decodes(Protocol):
     """The part of a tokenizer that stop strings need."""
 
@@ -112,12 +116,18 @@ class FlatLogprobs(Protocol):
 def kept_sets(flat: FlatLogprobs) -> list[list[int]]:
     """Return the tokens that could be sampled at each position; the others, which come after them,
     have log-prob -inf.
+
+    More tokens may tie with the last than were asked for. What is known of such a set lacks the
+    sampled token here, so that its sample is left out as `FilterReason.TOKEN`.
     """
     kept = []
     for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
         # The entry at `start` is the sampled token's own, which the ranking holds once more.
         stop = bisect_left(flat.logprobs, True, start + 1, end, key=(-math.inf).__eq__)
-        kept.append(flat.token_ids[start + 1 : stop])
+        ids = flat.token_ids[start + 1 : stop]
+        if stop == end and sum(map(math.exp, flat.logprobs[start + 1 : end])) < 1 - _ROUNDING:
+            ids = [token for token in ids if token != flat.token_ids[start]]
+        kept.append(ids)
     return kept
 
 

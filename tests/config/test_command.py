@@ -128,7 +128,11 @@ def test_while_a_command_starts_the_first_interrupt_ends_it(number: signal.Signa
 
 
 def test_torchrun_is_told_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also while its variables are out of sight, as they are while a vLLM starts."""
+
     def body(config: Config) -> int:
+        monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+        monkeypatch.delenv("RANK")
         raise UserError("the disk is on fire")
 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))

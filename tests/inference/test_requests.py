@@ -103,3 +103,16 @@ def test_the_tokens_that_could_be_sampled_are_found_without_reading_all() -> Non
     )
     assert kept_sets(flat) == [list(range(1000, 1000 + kept)) for kept in (1, 100, 264)]
     assert logprobs.num_read <= 10 * len(rows)
+
+
+@pytest.mark.parametrize("num_told", [3, 4])
+def test_a_set_with_more_ties_than_were_asked_for_is_not_trained(num_told: int) -> None:
+    """Four tokens tie, and one of those that are told was sampled."""
+    flat: Any = SimpleNamespace(
+        start_indices=[0],
+        end_indices=[1 + num_told],
+        token_ids=[11, *range(10, 10 + num_told)],
+        logprobs=[math.log(1 / 4)] * (1 + num_told),
+    )
+    (kept,) = kept_sets(flat)
+    assert (11 in kept) == (num_told == 4)

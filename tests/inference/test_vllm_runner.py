@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import sys
 import time
@@ -543,3 +544,31 @@ def test_start_errors_are_read_from_the_error_file(
     monkeypatch.setattr(vllm_runner, "_make_llm", make)
     with pytest.raises(UserError, match=r"tiny\.num_heads \(RuntimeError: CPU attention of 16\)"):
         start()
+
+
+def test_spans_begin_after_all_that_was_sampled_before_the_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM hands it out a part at a time; here the first part that comes is of another policy."""
+    counts = {"own": 1, "other": 1}
+    states = {
+        name: SimpleNamespace(
+            external_req_id=name,
+            detokenizer=SimpleNamespace(num_output_tokens=functools.partial(counts.get, name)),
+        )
+        for name in counts
+    }
+    llm = SimpleNamespace(
+        output_processor=SimpleNamespace(request_states=states),
+        engine_core=SimpleNamespace(outputs_queue=asyncio.Queue()),
+    )
+    weights = vllm_updates.Weights(labels={"own": [(3, 0)]})
+    parts = iter(("other", "own"))
+
+    async def next_part(_: float) -> None:
+        if name := next(parts, ""):
+            counts[name] += 1
+
+    monkeypatch.setattr(vllm_updates.asyncio, "sleep", next_part)
+    asyncio.run(weights.begin_spans(llm, 4))
+    assert weights.labels == {"own": [(3, 0), (4, 2)]}

@@ -214,17 +214,17 @@ class Weights:
         still taking in has none.
         """
         states = llm.output_processor.request_states
-        previous: dict[str, int] = {}
+        previous: dict[str, int] | None = None
         while True:
             counts = {s.external_req_id: s.detokenizer.num_output_tokens() for s in states.values()}
-            current = {name: counts.get(name, 0) for name in self.labels.keys() - self.bare}
-            # vLLM may still be handing out what it sampled before the pause.
-            if current == previous and llm.engine_core.outputs_queue.empty():
+            # vLLM may still be handing out what it sampled before the pause, a part at a time, and
+            # a part may be of other policies alone.
+            if counts == previous and llm.engine_core.outputs_queue.empty():
                 break
-            previous = current
+            previous = counts
             await asyncio.sleep(0.001)
-        for name, count in previous.items():
-            self.labels[name].append((version, count))
+        for name in self.labels.keys() - self.bare:
+            self.labels[name].append((version, counts.get(name, 0)))
 
 
 def policies(llm: Any, model: VllmModel) -> dict[str, Weights]:
