@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from bench.layers import saved_bytes
+from flowtrain.trainer.model import grouped_experts
 from flowtrain.trainer.model.grouped_experts import NAME
 
 NUM_EXPERTS, SIZE = 6, 16
@@ -71,6 +73,27 @@ def test_values_and_all_gradients_are_those_of_the_loop(kind: str, chosen: list[
     found, expected = (both(module, way, *given_, routers=torch.float32) for way in (NAME, "eager"))
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_that_nobody_chose_have_no_gradient_where_torch_leaves_it_unwritten(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A FAKE of the GPUs on which it does: what is unwritten there is NaN here."""
+    product = F.grouped_mm
+
+    def unwritten(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+        out = product(left, right, offs=offs)
+        if out.dim() == 3:
+            out[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return out
+
+    module, given_ = experts(kind), inputs([[1, 4], [4, 1], [1, 2]])
+    truth = both(module, NAME, *given_, routers=torch.float32)
+    monkeypatch.setattr(grouped_experts, "skips_empty_groups", lambda _: True)
+    monkeypatch.setattr(F, "grouped_mm", unwritten)
+    for ours, true in zip(both(module, NAME, *given_, routers=torch.float32), truth, strict=True):
+        assert torch.equal(ours, true)
 
 
 @pytest.mark.parametrize("routers", [torch.bfloat16, torch.float32], ids=str)

@@ -12,6 +12,7 @@ F: width of an expert, G: that of its first product, gate and up (2 F).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,16 @@ def grouped_experts(
     weights = (of.gate_up_proj, of.down_proj, *biases)
     out: Tensor = _Experts.apply(of._apply_gate, plan, hidden_TD, weight_TK, *weights)
     return out
+
+
+@functools.cache
+def skips_empty_groups(device: torch.device) -> bool:
+    """Tell whether torch leaves the weight gradient of an expert without tokens unwritten, as it
+    does on AMD's GPUs and from Blackwell on (pytorch/pytorch #174314 and #172439).
+    """
+    if device.type != "cuda":
+        return False
+    return bool(torch.version.hip) or torch.cuda.get_device_capability(device)[0] >= 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +91,20 @@ class _Plan:
     def of_weight(self, x_SI: Tensor, dout_SO: Tensor) -> Tensor:
         """The gradient of a weight, laid out as it is."""
         left, right = (x_SI, dout_SO) if self.is_transposed else (dout_SO, x_SI)
-        return F.grouped_mm(left.mT, right, offs=self.ends_E)
+        out = F.grouped_mm(left.mT, right, offs=self.ends_E)
+        if skips_empty_groups(out.device):
+            out.masked_fill_((self.sizes() == 0)[:, None, None], 0)
+        return out
 
     def of_bias(self, dout_SO: Tensor, dtype: torch.dtype) -> Tensor:
         """The gradient of a bias [E, out], summed in fp32."""
-        nums_E = self.ends_E.diff(prepend=self.ends_E.new_zeros(1)).long()
-        sums = torch.segment_reduce(dout_SO.float(), "sum", lengths=nums_E, axis=0, unsafe=True)
+        sizes_E = self.sizes().long()
+        sums = torch.segment_reduce(dout_SO.float(), "sum", lengths=sizes_E, axis=0, unsafe=True)
         return sums.to(dtype)
+
+    def sizes(self) -> Tensor:
+        """Return how many pairs each expert has, int32 [E]."""
+        return self.ends_E.diff(prepend=self.ends_E.new_zeros(1))
 
     def by_token(self, x_SD: Tensor, num_tokens: int) -> Tensor:
         """Sum over the experts of each token, [T, D]; in fp32, rounded once."""
