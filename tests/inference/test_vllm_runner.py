@@ -484,6 +484,18 @@ def test_an_engine_that_sleeps_wakes_for_a_load_and_for_a_request(llms: list[Fak
     engine.close()
 
 
+def test_a_vllm_that_dies_asleep_is_replaced_when_it_is_needed(llms: list[FakeLLM]) -> None:
+    """Not before, since the GPU is full of what is being trained."""
+    engine = start(OPTIONS.model_copy(update={"sleep": True}))
+    engine.load(1)
+    engine.sleep()
+    llms[0].errors["wake_up"] = RuntimeError("EngineDeadError")
+    assert len(llms) == 1
+    engine.load(2)
+    assert len(llms) == 2 and sample(engine).response_ids == (2, 2, 2)
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("is_v2", "is_cpu", "invariant", "is_seeded"),
     [
