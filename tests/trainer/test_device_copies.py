@@ -190,3 +190,12 @@ def test_passes_are_copied_one_by_one_and_none_is_waited_for(
     num_passes = len(walk) + sum(step.kind is not Kind.LEAVE for step in walk)
     assert max(sizes) <= BUDGET and len(sizes) == num_passes
     assert gpu.num_reads == 0
+
+
+def test_the_host_waits_once_for_each_optimizer_step_and_twice_for_all_statistics(
+    make_trainer: Callable[..., Trainer], samples: list[Sample]
+) -> None:
+    trainer = make_trainer(LossSpec())
+    with Gpu() as gpu:
+        trainer.step([[pack_row(samples[:3])], [pack_row(samples[3:])]])
+    assert gpu.num_reads == 2 + 2
