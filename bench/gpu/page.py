@@ -6,7 +6,6 @@ commands; each has its commit and date.
 
 from __future__ import annotations
 
-import importlib
 import json
 import tarfile
 import tempfile
@@ -32,15 +31,15 @@ PIVOTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
 stands there. Others are shown as they are."""
 _FACTS = ("device", "driver", "torch", "triton", "transformers")
 _NOTHING = """\
-**No plan has run on a GPU yet, and nothing newer was measured than what stands below.** So there
-is no whole run on a GPU, no vLLM there, and no second GPU.
+**No plan has run on a GPU yet.** Only the older figures below were measured: no whole run, no vLLM,
+no second GPU.
 
 """
 _OLDER = """\
 ## Older figures: {device}
 
-Of commands of their own, before there were plans. Kernels, head and trainer have changed since:
-what stands here is history until a plan has run.
+Measured before there were plans. Kernels, head and trainer have changed since, so these figures are
+history.
 
 """
 
@@ -112,21 +111,12 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _plans() -> Iterator[str]:
-    yield "| plan | stage | at most, s | what it answers |"
-    yield "|---|---|---|---|"
+    yield "| plan | limit | stages |"
+    yield "|---|---|---|"
     for name, plan in PLANS.items():
-        for index, group in enumerate(plan.groups):
-            label = f"`{name}`, {plan.seconds} s" if not index else ""
-            limits = "; ".join(str(STAGES[stage][1]) for stage in group)
-            about = " ".join(_first_line(stage) for stage in group)
-            yield f"| {label} | {', '.join(f'`{stage}`' for stage in group)} | {limits} | {about} |"
+        stages = ", ".join(" + ".join(f"`{stage}`" for stage in group) for group in plan.groups)
+        yield f"| `{name}` | {plan.seconds} s | {stages} |"
     yield ""
-
-
-def _first_line(stage: str) -> str:
-    """The first sentence of a stage's docstring."""
-    function = getattr(importlib.import_module(f"bench.gpu.{STAGES[stage][0]}"), stage)
-    return " ".join(function.__doc__.split()).partition(". ")[0].removesuffix(".") + "."
 
 
 def _section(path: Path) -> str:
