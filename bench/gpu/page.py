@@ -25,10 +25,11 @@ PIVOTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "attention": (("heads", "layout", "tokens"), "way", ("forward_ms", "backward_ms")),
     "losses": (("path", "D", "V"), "impl", ("ms",)),
     "rivals": (("path", "D", "V"), "impl", ("ms",)),
-    "launches": (("path", "dtype", "warps"), "V", ("of copy",)),
 }
 """Tables that are turned: columns that name a row, the one whose values are columns, and what
 stands there. Others are shown as they are."""
+_NOT_SHOWN = "launches"
+"""Figures that chose the launches of kernels which are gone."""
 _FACTS = ("device", "driver", "torch", "triton", "transformers")
 _NOTHING = """\
 **No plan has run on a GPU yet.** Only the older figures below were measured: no whole run, no vLLM,
@@ -39,7 +40,7 @@ _OLDER = """\
 ## Older figures: {device}
 
 Measured before there were plans. Kernels, head and trainer have changed since, so these figures are
-history.
+history. [bench/results/{folder}](../bench/results/{folder}) also has the row kernels by warps.
 
 """
 
@@ -87,7 +88,8 @@ def text() -> str:
     devices = sorted(path for path in RESULTS.iterdir() if path.name != "cpu")
     new = [path for device in devices for path in _files(device / "plans")]
     old = [
-        _OLDER.format(device=device.name.upper()) + "\n".join(map(_section, paths))
+        _OLDER.format(device=device.name.upper(), folder=device.name)
+        + "\n".join(_section(path) for path in paths if path.stem != _NOT_SHOWN)
         for device in devices
         if (paths := _files(device))
     ]
