@@ -6,7 +6,6 @@ commands; each has its commit and date.
 
 from __future__ import annotations
 
-import importlib
 import json
 import tarfile
 import tempfile
@@ -26,21 +25,22 @@ PIVOTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
     "attention": (("heads", "layout", "tokens"), "way", ("forward_ms", "backward_ms")),
     "losses": (("path", "D", "V"), "impl", ("ms",)),
     "rivals": (("path", "D", "V"), "impl", ("ms",)),
-    "launches": (("path", "dtype", "warps"), "V", ("of copy",)),
 }
 """Tables that are turned: columns that name a row, the one whose values are columns, and what
 stands there. Others are shown as they are."""
+_NOT_SHOWN = "launches"
+"""Figures that chose the launches of kernels which are gone."""
 _FACTS = ("device", "driver", "torch", "triton", "transformers")
 _NOTHING = """\
-**No plan has run on a GPU yet, and nothing newer was measured than what stands below.** So there
-is no whole run on a GPU, no vLLM there, and no second GPU.
+**No plan has run on a GPU yet.** Only the older figures below were measured: no whole run, no vLLM,
+no second GPU.
 
 """
 _OLDER = """\
 ## Older figures: {device}
 
-Of commands of their own, before there were plans. Kernels, head and trainer have changed since:
-what stands here is history until a plan has run.
+Measured before there were plans. Kernels, head and trainer have changed since, so these figures are
+history. [bench/results/{folder}](../bench/results/{folder}) also has the row kernels by warps.
 
 """
 
@@ -88,7 +88,8 @@ def text() -> str:
     devices = sorted(path for path in RESULTS.iterdir() if path.name != "cpu")
     new = [path for device in devices for path in _files(device / "plans")]
     old = [
-        _OLDER.format(device=device.name.upper()) + "\n".join(map(_section, paths))
+        _OLDER.format(device=device.name.upper(), folder=device.name)
+        + "\n".join(_section(path) for path in paths if path.stem != _NOT_SHOWN)
         for device in devices
         if (paths := _files(device))
     ]
@@ -112,21 +113,12 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _plans() -> Iterator[str]:
-    yield "| plan | stage | at most, s | what it answers |"
-    yield "|---|---|---|---|"
+    yield "| plan | limit | stages |"
+    yield "|---|---|---|"
     for name, plan in PLANS.items():
-        for index, group in enumerate(plan.groups):
-            label = f"`{name}`, {plan.seconds} s" if not index else ""
-            limits = "; ".join(str(STAGES[stage][1]) for stage in group)
-            about = " ".join(_first_line(stage) for stage in group)
-            yield f"| {label} | {', '.join(f'`{stage}`' for stage in group)} | {limits} | {about} |"
+        stages = ", ".join(" + ".join(f"`{stage}`" for stage in group) for group in plan.groups)
+        yield f"| `{name}` | {plan.seconds} s | {stages} |"
     yield ""
-
-
-def _first_line(stage: str) -> str:
-    """The first sentence of a stage's docstring."""
-    function = getattr(importlib.import_module(f"bench.gpu.{STAGES[stage][0]}"), stage)
-    return " ".join(function.__doc__.split()).partition(". ")[0].removesuffix(".") + "."
 
 
 def _section(path: Path) -> str:
