@@ -35,7 +35,7 @@ COMMANDS = {
     ),
     "view": (
         "flowtrain.logging.page",
-        "a run as a page, every rollout turn by turn, also while it trains; runs side by side",
+        "a run as a page, every rollout turn by turn, also while it trains",
     ),
 }
 """The module of each command, and what it does."""
