@@ -143,6 +143,14 @@ class Conversation:
         gaps.append(_Gap(text[place:], template.gap_ids(text[place:], end)))
         return replace(self, messages=messages, _gaps=tuple(gaps), _responses=tuple(responses))
 
+    def anew(self, messages: Sequence[Message]) -> Conversation:
+        """Go on with these messages, as the template renders them: whatever was sampled is encoded
+        from its text again. Raises TemplateRewrites.
+        """
+        text = self.template.render(messages, self.tools)
+        gap = _Gap(text, self.template.encode(text))
+        return Conversation(self.template, tuple(messages), self.tools, (gap,))
+
 
 @dataclass(frozen=True, slots=True)
 class _Slot:

@@ -56,10 +56,12 @@ class ToolCallingAgent(SessionAgent):
                 conversation = dialect.add(replied, _tool_messages(message, ["x"]))
         except TemplateRewrites as error:
             key, path = config.path_of(config.first_policy)
-            raise UserError(
-                f"{key}={path!r} does not go with agent.name='tools', whose prompts hold what was "
-                f"sampled as it was: {error}"
-            ) from error
+            history = f"agent.history={config.agent.history!r}"
+            if not dialect.encodes_anew:
+                history += (
+                    ", whose prompts hold what was sampled as it was (another is 'as_deployed')"
+                )
+            raise UserError(f"{key}={path!r} does not go with {history}: {error}") from error
 
     async def answer(self, session: Session) -> str:
         if self._maker is None:
@@ -82,7 +84,14 @@ class ToolCallingAgent(SessionAgent):
             ended = call.finish_reason is FinishReason.STOP
             text = template.text_of(call.response_ids, ended)
             content, calls = self.dialect.format.parse(text, tools)
-            if calls:
+            problem = next((call.problem for call in calls if call.problem), "")
+            message: Message
+            if problem and self.dialect.encodes_anew:
+                # A server that cannot read all calls returns the whole as text.
+                session.record_malformed(call, problem)
+                message = {"role": "assistant", "content": text}
+                new_messages = [_user(*_with_hint([f"Error: {problem}"], session.hint()))]
+            elif calls:
                 message = _message(content, calls, number=len(session.turns))
                 results = await self._results(session, call, calls, message)
                 if getattr(environment, "over", False):
@@ -165,7 +174,7 @@ def _message(content: str, calls: Sequence[WrittenCall], number: int) -> Message
         }
         for place, call in enumerate(calls)
     ]
-    return {"role": "assistant", "content": content, "tool_calls": tool_calls}
+    return {"role": "assistant", "content": content.strip(), "tool_calls": tool_calls}
 
 
 def _call_id(number: int, place: int) -> str:

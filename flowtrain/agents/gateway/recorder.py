@@ -128,6 +128,8 @@ class Recorder:
         self, messages: Sequence[Message], request: ChatRequest, path: Sequence[_Key]
     ) -> Conversation:
         """Return the conversation that the request goes on with, or begin one."""
+        if self._dialect.encodes_anew:
+            return self._started(messages, request)
         if (conversation := self._prompts.exact.get(path[-1].exact)) is not None:
             return conversation
         # The same prompt but for white space is what is meant, unless a reply before it is exact.
@@ -145,6 +147,9 @@ class Recorder:
                 break
         if lookalike is not None:
             return lookalike
+        return self._started(messages, request)
+
+    def _started(self, messages: Sequence[Message], request: ChatRequest) -> Conversation:
         try:
             return self._dialect.start(messages, request.tools)
         except TemplateRewrites as error:
