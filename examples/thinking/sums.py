@@ -77,7 +77,7 @@ def conversation(a: int, b: int, c: int, thinks_again: bool) -> list[dict[str, s
 
 def main(path: str) -> None:
     folder, rng = Path(path), random.Random(0)
-    sums = list(product(range(4), repeat=3))
+    sums = list(product(range(6), repeat=3))
     rng.shuffle(sums)
     folder.mkdir(parents=True, exist_ok=True)
     shown = [{"messages": conversation(*each, thinks)} for each in sums for thinks in (True, False)]

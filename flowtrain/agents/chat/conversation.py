@@ -9,6 +9,8 @@ history and `TemplateRewrites` is raised.
 
 Some templates take the thinking out of earlier replies. The later prompt is then a branch: of such
 a reply it has the sampled ids after the end of the thinking, and no others.
+
+With `agent.history = "as_deployed"` no ids are kept: each prompt is rendered and encoded `anew`.
 """
 
 from __future__ import annotations

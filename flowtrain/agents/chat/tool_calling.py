@@ -2,8 +2,9 @@
 
 The policy reads the question and the tools, writes calls, reads their results, and so on until it
 writes a response without a call: that holds the answer. What it sampled stays in its prompts id by
-id (`conversation.py`). A call that cannot be read, an unknown tool, wrong arguments and a failed
-tool each give an error as the result, which the policy reads next.
+id (`conversation.py`), unless `agent.history` is "as_deployed". A call that cannot be read, an
+unknown tool, wrong arguments and a failed tool each give an error as the result, which the policy
+reads next.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ class ToolCallingAgent(SessionAgent):
                 conversation = dialect.add(replied, _tool_messages(message, ["x"]))
         except TemplateRewrites as error:
             key, path = config.path_of(config.first_policy)
-            history = f"agent.history={config.agent.history!r}"
+            options = f"agent.name='tools' and agent.history={config.agent.history!r}"
             if not dialect.encodes_anew:
-                history += (
-                    ", whose prompts hold what was sampled as it was (another is 'as_deployed')"
+                options += (
+                    ", whose prompts hold what was sampled as it was ('as_deployed': as text)"
                 )
-            raise UserError(f"{key}={path!r} does not go with {history}: {error}") from error
+            raise UserError(f"{key}={path!r} does not go with {options}: {error}") from error
 
     async def answer(self, session: Session) -> str:
         if self._maker is None:

@@ -4,7 +4,8 @@ A program sends the whole history with every request. What of it this rollout sa
 the longest recorded beginning, and stands in the prompt with the ids that were sampled, though the
 program may have changed white space or the order of keys: of histories that differ in no more than
 that, it is the one that was sent, if it is among them. Another history, or one that
-the chat template would rewrite, begins a conversation of its own, which is trained as well.
+the chat template would rewrite, begins a conversation of its own, which is trained as well. With
+`agent.history = "as_deployed"` every request does.
 """
 
 from __future__ import annotations
