@@ -66,7 +66,7 @@ def test_each_prompt_is_what_the_template_renders_for_the_messages_so_far(style:
     else:
         tokenizer, tool_format = styled(style), FORMAT[style]
         call_end = tokenizer.eos_token
-    text = call(tool_format, "area of Chad").replace('": ', '":  ') + call_end
+    text = f"\n{call(tool_format, 'area of Chad')}{call_end}".replace('": ', '":  ')
     rollout = played(tokenizer, text, text, f"1284{tokenizer.eos_token}", adds_end=False)
     first, second, last = rollout.done.turns
     messages: list[Mapping[str, Any]] = [user(TASK.prompt)]
