@@ -157,7 +157,8 @@ def test_a_reply_whose_calls_cannot_be_read_is_its_text(reason: FinishReason) ->
     """As of a server; its other calls do not run, and the policy reads why."""
     tokenizer = styled("qwen3")
     text = f'{THOUGHT}{ASKS}\n<tool_call>\n{{"name": "Sea'
-    rollout = played(tokenizer, text, "So.", reason=reason)
+    sampled = text.replace("think>\n\n", "think>\n\n<|python_tag|>")
+    rollout = played(tokenizer, sampled, "So.", reason=reason)
     turn = rollout.done.turns[0]
     assert turn.problem and not turn.tool_calls and rollout.tool.started == []
     messages = [user(TASK.prompt), {"role": "assistant", "content": text}]
@@ -242,7 +243,8 @@ def test_the_gateway_reads_what_a_program_sends() -> None:
         sent: list[Any] = [user("Hi")]
         reply = await program.ask(sent, tools=[SEARCH])
         sent += [reply, result(reply["tool_calls"][0]["id"], FOUND)]
-        sent += [await program.ask(sent, tools=[SEARCH]), user("Sure?")]
+        said = await program.ask(sent, tools=[SEARCH])
+        sent += [{**said, "content": f"{said['content']} "}, user("Sure?")]
         await program.ask(sent, tools=[SEARCH])
         for (prompt_ids, _), num in zip(program.engine.log, (1, 3, 5), strict=True):
             plain = [_plain(message) for message in sent[:num]]

@@ -86,11 +86,10 @@ class ToolCallingAgent(SessionAgent):
             text = template.text_of(call.response_ids, ended)
             content, calls = self.dialect.format.parse(text, tools)
             problem = next((call.problem for call in calls if call.problem), "")
-            message: Message
             if problem and self.dialect.encodes_anew:
-                # A server that cannot read all calls returns the whole as text.
+                # As a server, and the gateway, that cannot read all calls: the whole is text.
                 session.record_malformed(call, problem)
-                message = {"role": "assistant", "content": text}
+                message = _says(call.text)
                 new_messages = [_user(*_with_hint([f"Error: {problem}"], session.hint()))]
             elif calls:
                 message = _message(content, calls, number=len(session.turns))
@@ -103,7 +102,7 @@ class ToolCallingAgent(SessionAgent):
                 reply = None if environment is None else await environment.reply(text.strip())
                 if reply is None:
                     return text
-                message, new_messages = {"role": "assistant", "content": content}, [_user(reply)]
+                message, new_messages = _says(content), [_user(reply)]
             replied = conversation.add_response(call.response_ids, message, ended)
             conversation = self.dialect.add(replied, new_messages)
 
@@ -122,6 +121,10 @@ class ToolCallingAgent(SessionAgent):
 
 def _user(text: str) -> Message:
     return {"role": "user", "content": text}
+
+
+def _says(text: str) -> Message:
+    return {"role": "assistant", "content": text}
 
 
 def definition(card: ToolCard) -> dict[str, Any]:
