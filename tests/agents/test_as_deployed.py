@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_templates import QWEN3_CALLS, R1, TEMPLATES, styled, tokenizer_of
 from gateway_runs import SEARCH
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_environment import GOOD, play
 from test_gateway_fidelity import Program, result, user
 from test_tool_calling import FORMAT, FOUND, TASK, Rollout, Search, call
@@ -189,6 +192,19 @@ def test_marks_of_ours_in_arguments_mean_nothing() -> None:
     assert not rollout.done.error and '{"9990": "9990"}' in rollout.prompt()
 
 
+CALL = '{"name": "Search", "arguments": {"\ue00099\ue001": "<think>"}}'
+pieces = st.sampled_from(
+    ("<think>", "</think>", "\n", "So.", "<tool_call>", "</tool_call>", CALL, ASKS, "<|im_start|>")
+)
+
+
+@settings(max_examples=25)
+@given(said=st.lists(pieces, max_size=8).map("".join))
+def test_no_reply_makes_a_template_fail(said: str) -> None:
+    rollout = played(tokenizer_of(QWEN3_CALLS, "<|im_end|>"), said, "1284")
+    assert not rollout.done.error and 1 <= len(rollout.done.turns) <= 2
+
+
 # ---- branches, templates that refuse, imitation, and the gateway
 
 
@@ -216,7 +232,7 @@ def test_a_history_that_the_template_refuses_fails_its_rollout_or_the_run() -> N
         played(tokenizer_of(refuses, "<|im_end|>"), ASKS, "1284")
 
 
-def test_imitated_replies_stand_behind_what_the_template_renders(tmp_path: Any) -> None:
+def test_imitated_replies_stand_behind_what_the_template_renders(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(QWEN3_CALLS, "<|im_end|>")
     messages = [user("Hi"), asks("0" * 9, content=THOUGHT), found("0" * 9)]
     messages += [{"role": "assistant", "content": f"{THOUGHT}So."}, user("Sure?")]
