@@ -61,6 +61,14 @@ def test_the_agent_that_calls_tools_trains_on_the_ids_that_were_sampled(
     assert check_prompts_grow(ran.path) > 10
 
 
+def test_a_history_that_is_rendered_anew_loses_no_token(run: Run, caller: Path) -> None:
+    deployed = ("--agent.history", "as_deployed", "--model.path", caller)
+    ran = run("run", *RELEASED, *deployed, base=TOOLS)
+    for line in two_steps(ran):
+        assert line["tokens/sampled"] == line["tokens/to/trained"] and "tokens/to/lost" not in line
+        assert line["num_rewritten_tokens"] > 0
+
+
 def test_a_program_behind_the_gateway_trains_on_the_ids_that_were_sampled(
     run: Run, caller: Path
 ) -> None:

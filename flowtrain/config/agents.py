@@ -51,6 +51,10 @@ class Agent(Section):
     tool_format: ToolFormatName = "auto"
     """name = "tools" or "gateway": how the policy writes calls (docs/agents/tools.md); auto: as its
     chat template does, or xml where the template takes no tools"""
+    history: Literal["growing", "as_deployed"] = "growing"
+    """name = "tools" or "gateway": how earlier replies stand in a later prompt; growing: as the ids
+    that were sampled; as_deployed: as the chat template renders them, without their thinking where
+    it takes that out, and encoded anew (docs/agents/tools.md)"""
     prompt: Literal["compact", "full"] = "full"
     """full: instructions, tool metadata and all four fields, through the chat template; compact:
     under 100 tokens, for the tiny planner; with name = "single" full is the chat template around
@@ -118,6 +122,11 @@ class Agent(Section):
             raise ValueError(
                 f"agent.environment={self.environment!r} goes with agent.name = 'tools', which is "
                 f"{self.name!r}"
+            )
+        if self.history != "growing" and self.name not in ("tools", "gateway"):
+            raise ValueError(
+                f"agent.history={self.history!r} goes with agent.name = 'tools' or 'gateway', and "
+                f"not {self.name!r}"
             )
         if self.name == "tools" and self.prompt != "full":
             raise ValueError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
@@ -46,13 +46,11 @@ class SpecialTokens:
 
     def marked(self, value: Any) -> Any:
         """Return a text, or a tree of lists and objects, with marks for special tokens."""
-        if isinstance(value, str):
-            return self._any.sub(
-                lambda match: f"{_OPEN}{self._numbers[match[0]]}{_CLOSE}", unmarked(value)
-            )
-        if isinstance(value, Mapping):
-            return {key: self.marked(item) for key, item in value.items()}
-        return [self.marked(item) for item in value] if isinstance(value, list | tuple) else value
+
+        def mark(match: re.Match[str]) -> str:
+            return f"{_OPEN}{self._numbers[match[0]]}{_CLOSE}"
+
+        return _with_texts(unmarked(value), lambda text: self._any.sub(mark, text))
 
     def encode(self, text: str) -> list[int]:
         """Encode a rendered text with its marks."""
@@ -89,9 +87,20 @@ def broken_up(text: str) -> str:
     return LIKE_SPECIAL.sub(broken, text)
 
 
-def unmarked(text: str) -> str:
-    """Return a text without anything that looks like a mark."""
-    return text.replace(_OPEN, "").replace(_CLOSE, "")
+def unmarked(value: Any) -> Any:
+    """Return a text, or a tree of lists and objects, without anything that looks like a mark."""
+    return _with_texts(value, lambda text: text.replace(_OPEN, "").replace(_CLOSE, ""))
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a tree of lists and objects with each of its texts changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_with_texts(key, change): _with_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_texts(item, change) for item in value]
+    return value
 
 
 _cached = functools.lru_cache(maxsize=16)(SpecialTokens)

@@ -8,12 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flowtrain.records import Call, Trajectory, Turn
+from flowtrain.utils.prefixes import num_shared
 
 _COUNTS = (
     *("rollouts", "finished", "reward", "squared_reward"),
     *("turns", "malformed", "tool_errors", "stragglers"),
     *("response_tokens", "sampled_tokens", "prompt_tokens", "sub_goals", "hinted"),
     *("out_of_turns", "out_of_time", "out_of_positions", "segments", "read", "reread"),
+    "rewritten",
 )
 _RATIOS = {
     "reward_mean": ("reward", "finished"),
@@ -67,6 +69,8 @@ class RolloutStats:
     """Turns per rollout that go on with no earlier one: 1 where a history only grows."""
     reread_share: float
     """Tokens of prompts that begin a further segment, among all that had to be read."""
+    num_rewritten_tokens: int
+    """Tokens of these prompts from where they part from what the turn before read and sampled."""
     out_of_turns_share: float
     """Rollouts that the turn limit ended."""
     out_of_time_share: float
@@ -94,6 +98,7 @@ class RolloutStats:
             # Rounding may take the difference of rewards that are all alike below 0.
             reward_std=math.sqrt(max(0.0, total["squared_reward"] / num_finished - mean**2)),
             num_sampled_tokens=int(total["sampled_tokens"]),
+            num_rewritten_tokens=int(total["rewritten"]),
             reward_density=1000 * total["reward"] / max(total["response_tokens"], 1),
             tool_shares={name: total[name] / max(total["turns"], 1) for name in tool_names},
             **ratios,
@@ -132,19 +137,24 @@ def count_rollouts(
         calls = [turn.call for turn in rollout.turns]
         known_tokens = _known_tokens([(call.prompt_ids, call.response_ids) for call in calls])
         for number, (turn, num_known) in enumerate(zip(rollout.turns, known_tokens, strict=True)):
-            _count_tokens(counts, turn.call, num_known, is_first=number == 0)
+            _count_tokens(counts, turn.call, num_known, calls[number - 1] if number else None)
             _count_tools(counts, turn, tool_names)
     return counts
 
 
-def _count_tokens(counts: dict[str, float], call: Call, num_known: int, is_first: bool) -> None:
+def _count_tokens(
+    counts: dict[str, float], call: Call, num_known: int, previous: Call | None
+) -> None:
     """Count a turn's tokens; an earlier turn has read and sampled the first `num_known` of its
     prompt, as all that it has.
     """
     num_prompt, begins_segment = len(call.prompt_ids), not num_known
     counts["segments"] += begins_segment
     counts["read"] += num_prompt - num_known
-    counts["reread"] += num_prompt * (begins_segment and not is_first)
+    if begins_segment and previous is not None:
+        before = previous.prompt_ids + previous.response_ids
+        counts["reread"] += num_prompt
+        counts["rewritten"] += num_prompt - num_shared(before, call.prompt_ids)
     counts["prompt_tokens"] += num_prompt
     counts["response_tokens"] += len(call.response_ids)
 

@@ -69,6 +69,13 @@ QWEN3 = (
 )
 """Thinking stays in the replies after the last question, and goes from those before it."""
 
+QWEN3_CALLS = QWEN3.replace(
+    "{%- set content = message.content %}{%- set thinking = '' %}",
+    "{%- set content = message.content %}{%- set thinking = message.reasoning_content or '' %}",
+).replace("(loop.last or thinking)", "thinking and not message.tool_calls")
+QWEN3_CALLS = QWEN3_CALLS.replace("{{- content }}", "{{- content if not message.tool_calls }}")
+"""Thinking goes from replies that call tools, too, with all that they say besides."""
+
 R1 = (
     "{%- for message in messages %}" + _CHATML_TEXT + "{%- elif message.role == 'assistant' %}"
     "{%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}"

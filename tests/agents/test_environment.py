@@ -57,12 +57,13 @@ def play(
     start: BranchStart | None = None,
     cutoff: Cutoff | None = None,
     options: dict[str, Any] | None = None,
+    tokenizer: Any = QWEN,
     **agent: object,
 ) -> tuple[Trajectory, Engine]:
     config = config_of(maker, options, **agent)
-    ToolCallingAgent.check(config, QWEN)
-    engine = Engine.of(QWEN, *texts)
-    policy = make_policy(config, "planner", engine, QWEN)
+    ToolCallingAgent.check(config, tokenizer)
+    engine = Engine.of(tokenizer, *texts)
+    policy = make_policy(config, "planner", engine, tokenizer)
     context = AgentContext(config, {"planner": policy}, {}, {}, config.agent.max_turns)
     done = asyncio.run(ToolCallingAgent(context).run(TASK, 7, cutoff=cutoff, start=start))
     return done, engine

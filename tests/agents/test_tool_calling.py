@@ -83,6 +83,7 @@ class Rollout:
         adds_end: bool = True,
         task: Task = TASK,
         hints: Hints | None = None,
+        max_tokens: int = 4000,
         **agent: object,
     ) -> None:
         self.tokenizer = tokenizer
@@ -90,7 +91,7 @@ class Rollout:
         said = [tokenizer.encode(text + end, add_special_tokens=False) for text in texts]
         self.said = [tuple(each) for each in said]
         rest = chain(said, repeat(said[-1]))
-        self.engine = Engine(lambda *_: next(rest), 2, reason=reason)
+        self.engine = Engine(lambda *_: next(rest), 2, max_tokens, reason)
         self.tool = Search()
         config = Config.model_validate(
             {"agent": {"name": "tools", "tools": ["Search"], "max_turns": 4, **agent}}

@@ -90,6 +90,7 @@ def test_statistics_by_hand() -> None:
         prompt_len_mean=80 / 6,
         segments_mean=6 / 4,
         reread_share=(20 + 15 + 15) / 80,
+        num_rewritten_tokens=(20 - 10) + (15 - 10),
         out_of_turns_share=1 / 4,
         out_of_time_share=1 / 4,
         out_of_positions_share=1 / 4,
@@ -106,6 +107,7 @@ def test_segments_are_turns_that_go_on_with_no_earlier_one() -> None:
     trajectory = rollout(1.0, *turns)
     stats = stats_of([trajectory], ())
     assert (stats.segments_mean, stats.reread_share) == (2.0, 3 / (2 + 1 + 3 + 1))
+    assert stats.num_rewritten_tokens == 1
 
 
 def test_each_turn_of_a_long_rollout_is_compared_with_one_before_it() -> None:
@@ -114,6 +116,7 @@ def test_each_turn_of_a_long_rollout_is_compared_with_one_before_it() -> None:
     Token.num_compared = 0
     stats = stats_of([trajectory], ())
     assert (stats.segments_mean, stats.reread_share) == (1.0, 0.0)
+    assert stats.num_rewritten_tokens == 0
     assert Token.num_compared <= sum(len(prompt) for prompt, _ in pairs)
 
 
@@ -167,7 +170,13 @@ def test_metrics_are_flat() -> None:
     assert set(metrics) == {
         *("reward_mean", "reward_std", "turns_mean", "malformed_share", "tool_error_share"),
         *("response_len_mean", "num_sampled_tokens", "prompt_len_mean", "segments_mean"),
-        *("reread_share", "failed_rollouts", "straggler_rollouts", "sub_goal_mean"),
+        *(
+            "reread_share",
+            "num_rewritten_tokens",
+            "failed_rollouts",
+            "straggler_rollouts",
+            "sub_goal_mean",
+        ),
         *("reward_density", "hinted_share", "out_of_turns_share", "out_of_time_share"),
         "out_of_positions_share",
         *("tool_share/Search", "tool_share/Python_Coder", "tool_share/Base_Generator"),
@@ -190,7 +199,9 @@ def test_statistics_are_over_all_ranks() -> None:
     both = Evaluation.of(part, ROLLOUTS, TOOLS, FakeWorld(0)).stats  # type: ignore[arg-type]
     assert (both.num_rollouts, both.num_sampled_tokens) == (8, 48)
     alone = stats_of(ROLLOUTS).metrics()
-    assert replace(both, num_sampled_tokens=24).metrics() == pytest.approx(alone)
+    assert replace(both, num_sampled_tokens=24, num_rewritten_tokens=15).metrics() == pytest.approx(
+        alone
+    )
 
 
 # ---- evaluation with the real tools on the real questions

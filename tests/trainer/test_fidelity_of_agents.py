@@ -29,6 +29,7 @@ from flowtrain.agents.agentflow.prompts import CHAT_TEMPLATE
 from flowtrain.agents.base import AgentContext
 from flowtrain.agents.collect import collect
 from flowtrain.agents.registry import load_kind
+from flowtrain.logging.rollouts import count_rollouts
 from flowtrain.records import (
     Call,
     FinishReason,
@@ -60,6 +61,10 @@ AGENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"name": "tools", "tools": ["Search"]},
         [CALL, f"{CALL}\n{CALL}", "<tool name=", "1284"],
     ),
+    "tools as deployed": (
+        {"name": "tools", "tools": ["Search"], "history": "as_deployed"},
+        [f"<think>so</think>{CALL}", f"{CALL}{CALL}", "<think>so</think><tool name=", "1284"],
+    ),
     "own": ({"name": f"{EXAMPLE}:MyAgent"}, ["It is 1284.", "1284"]),
     "gateway": ({"name": "gateway"}, [CALL, f"{CALL}\n{CALL}", "<tool name=", "1284"]),
 }
@@ -79,7 +84,9 @@ FLOW_REPLIES: dict[PolicyName, list[str]] = {
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of many positions, for `make_trainer` too."""
     tokenizer = toy.new_tokenizer([f"{TASKS[0].question} {CALL} Tool Name: Search"], 320)
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.add_tokens(["<think>", "</think>"])
+    content = "message.content.split('</think>')[-1]"  # thinking goes from every earlier reply
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("message.content", content)
     torch.manual_seed(0)
     model = toy.new_model(tokenizer, hidden_size=32, num_layers=2, num_heads=4, max_positions=900)
     path = tmp_path_factory.mktemp("model")
@@ -205,6 +212,21 @@ def check_training(
     assert distance(gradient_of(make_trainer(grad_clip=0.0), rows), truth) < TOLERANCE
     num_packed = sum(len(row.input_ids_N) for row in rows)
     assert num_packed < sum(len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples)
+
+
+def test_a_rewritten_history_is_trained_as_each_of_its_calls_alone(
+    tiny_path: str, make_trainer: Callable[..., Trainer]
+) -> None:
+    """By one tree, and by a row for each call."""
+    groups, engine = roll_out(tiny_path, *AGENTS["tools as deployed"])
+    counts = count_rollouts([t for group in groups for t in group.trajectories], ())
+    assert counts["rewritten"] > 0 and counts["turns"] == engine.log.total()
+    samples = flow_grpo(groups).samples
+    assert len(samples) == counts["turns"], "nothing that was sampled is lost"
+    _, truth = Plain(tiny_path, LossSpec(), 1.0).gradient([[sample] for sample in samples])
+    alone = [row for sample in samples for row in pack_rows([sample], 1)]
+    for rows in (pack_rows(samples, 1), alone):
+        assert distance(gradient_of(make_trainer(grad_clip=0.0), rows), truth) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["tools", "own", "gateway"])

@@ -9,6 +9,8 @@ history and `TemplateRewrites` is raised.
 
 Some templates take the thinking out of earlier replies. The later prompt is then a branch: of such
 a reply it has the sampled ids after the end of the thinking, and no others.
+
+With `agent.history = "as_deployed"` no ids are kept: each prompt is rendered and encoded `anew`.
 """
 
 from __future__ import annotations
@@ -142,6 +144,14 @@ class Conversation:
             place, end = slot.end, response.end
         gaps.append(_Gap(text[place:], template.gap_ids(text[place:], end)))
         return replace(self, messages=messages, _gaps=tuple(gaps), _responses=tuple(responses))
+
+    def anew(self, messages: Sequence[Message]) -> Conversation:
+        """Go on with these messages, as the template renders them: whatever was sampled is encoded
+        from its text again. Raises TemplateRewrites.
+        """
+        text = self.template.render(messages, self.tools)
+        gap = _Gap(text, self.template.encode(text))
+        return Conversation(self.template, tuple(messages), self.tools, (gap,))
 
 
 @dataclass(frozen=True, slots=True)

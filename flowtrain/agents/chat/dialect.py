@@ -15,6 +15,7 @@ from flowtrain.agents.chat.tool_formats import FORMATS, ToolFormat, WrittenCall,
 from flowtrain.config import Config
 from flowtrain.inference.token_chat import ChatTokenizer
 from flowtrain.records import UserError
+from flowtrain.utils.text import THINK_END
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,9 @@ class Dialect:
 
     template: ChatTemplate
     format: ToolFormat
+    encodes_anew: bool = False
+    """A later prompt is what the template renders of all messages (agent.history = "as_deployed"),
+    and holds no ids that were sampled."""
 
     @classmethod
     def of(cls, config: Config, tokenizer: ChatTokenizer, needed_by: str) -> Dialect:
@@ -47,7 +51,7 @@ class Dialect:
                 f"tools in none of the formats that are read here ({', '.join(FORMATS)}); if the "
                 "model writes one of them all the same, name it"
             )
-        return cls(template, FORMATS[name])
+        return cls(template, FORMATS[name], config.agent.history == "as_deployed")
 
     def start(self, messages: Sequence[Message], tools: Sequence[Message]) -> Conversation:
         """Begin a conversation. Raises TemplateRewrites."""
@@ -92,7 +96,10 @@ class Dialect:
 
     def add(self, conversation: Conversation, messages: Sequence[Message]) -> Conversation:
         """Go on with new messages. Raises TemplateRewrites."""
-        return conversation.add(self._shown(messages, [*conversation.messages, *messages]))
+        history = [*conversation.messages, *messages]
+        if self.encodes_anew:
+            return conversation.anew(self._shown(history, history))
+        return conversation.add(self._shown(messages, history))
 
     def _shown(self, messages: Sequence[Message], history: Sequence[Message]) -> list[Message]:
         """Return messages that the template shows; `history` tells which calls are answered."""
@@ -101,6 +108,8 @@ class Dialect:
             for message in history
             for call in message.get("tool_calls", ())
         }
+        if self.encodes_anew:
+            messages = [self._served(message) for message in messages]
         result: list[Message] = []
         texts: list[str] = []
         knows_tools = self.template.takes_tools and self.template.takes_results
@@ -116,6 +125,15 @@ class Dialect:
             texts.clear()
             result.append(self._written(message))
         return result + _user_messages(texts)
+
+    def _served(self, message: Message) -> Message:
+        """Return a reply as a server does, its thinking under the key that the template reads."""
+        key = self.template.thinking_key
+        if message["role"] != "assistant" or not key or THINK_END not in (message["content"] or ""):
+            return message
+        thinking, _, content = message["content"].rpartition(THINK_END)
+        thinking = thinking.lstrip().removeprefix("<think>").strip("\n")
+        return {**message, "content": content.lstrip("\n"), key: thinking}
 
     def _written(self, message: Message) -> Message:
         """Write the calls of a message that nobody sampled here into its content."""

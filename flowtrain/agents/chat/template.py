@@ -17,6 +17,8 @@ Message = Mapping[str, Any]
 MARK = "pQ7xZ"  # mixed case, so that a template that changes the case of replies is found out
 CALL_ID = "0" * 9  # of a call: strict templates want nine letters or digits
 _USER: Message = {"role": "user", "content": f"{MARK}user"}
+_THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which servers return a thinking, and templates look for it."""
 _MAX_FIRST = 64
 """First prompts that are kept encoded: those of groups that are rolled out at once."""
 
@@ -61,12 +63,9 @@ class ChatTemplate:
 
     def _harmless(self, message: dict[str, Any]) -> dict[str, Any]:
         # Of replies special tokens stay: templates look for the end of their thinking.
-        is_reply = message["role"] == "assistant"
-        content = message["content"]
-        return {
-            **message,
-            "content": unmarked(content) if is_reply else self._special.marked(content),
-        }
+        if message["role"] == "assistant":
+            return dict(unmarked(message))
+        return {**message, "content": self._special.marked(message["content"])}
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode with special tokens, for people."""
@@ -124,6 +123,18 @@ class ChatTemplate:
         result = {"role": "tool", "name": "f", "content": f"{MARK}result", "tool_call_id": CALL_ID}
         asks = {"role": "assistant", "content": f"{MARK}said", "tool_calls": [tool_call("f", {})]}
         return self._probe([_USER, asks, result])
+
+    @cached_property
+    def thinking_key(self) -> str:
+        """Return the key of a reply under which it looks for a thinking; "" where it knows none, so
+        that a thinking stands in the content.
+        """
+        calls = {"tool_calls": [tool_call("f", {})]}
+        for key in _THINKING_KEYS:
+            thinks = {"role": "assistant", "content": "", key: f"{MARK}thought"}
+            if any(thinks[key] in self._probe([_USER, {**thinks, **more}]) for more in ({}, calls)):
+                return key
+        return ""
 
     @cached_property
     def call_closing(self) -> str:

@@ -2,8 +2,9 @@
 
 The policy reads the question and the tools, writes calls, reads their results, and so on until it
 writes a response without a call: that holds the answer. What it sampled stays in its prompts id by
-id (`conversation.py`). A call that cannot be read, an unknown tool, wrong arguments and a failed
-tool each give an error as the result, which the policy reads next.
+id (`conversation.py`), unless `agent.history` is "as_deployed". A call that cannot be read, an
+unknown tool, wrong arguments and a failed tool each give an error as the result, which the policy
+reads next.
 """
 
 from __future__ import annotations
@@ -56,10 +57,12 @@ class ToolCallingAgent(SessionAgent):
                 conversation = dialect.add(replied, _tool_messages(message, ["x"]))
         except TemplateRewrites as error:
             key, path = config.path_of(config.first_policy)
-            raise UserError(
-                f"{key}={path!r} does not go with agent.name='tools', whose prompts hold what was "
-                f"sampled as it was: {error}"
-            ) from error
+            options = f"agent.name='tools' and agent.history={config.agent.history!r}"
+            if not dialect.encodes_anew:
+                options += (
+                    ", whose prompts hold what was sampled as it was ('as_deployed': as text)"
+                )
+            raise UserError(f"{key}={path!r} does not go with {options}: {error}") from error
 
     async def answer(self, session: Session) -> str:
         if self._maker is None:
@@ -82,7 +85,13 @@ class ToolCallingAgent(SessionAgent):
             ended = call.finish_reason is FinishReason.STOP
             text = template.text_of(call.response_ids, ended)
             content, calls = self.dialect.format.parse(text, tools)
-            if calls:
+            problem = next((call.problem for call in calls if call.problem), "")
+            if problem and self.dialect.encodes_anew:
+                # As a server, and the gateway, that cannot read all calls: the whole is text.
+                session.record_malformed(call, problem)
+                message = _says(call.text)
+                new_messages = [_user(*_with_hint([f"Error: {problem}"], session.hint()))]
+            elif calls:
                 message = _message(content, calls, number=len(session.turns))
                 results = await self._results(session, call, calls, message)
                 if getattr(environment, "over", False):
@@ -93,7 +102,7 @@ class ToolCallingAgent(SessionAgent):
                 reply = None if environment is None else await environment.reply(text.strip())
                 if reply is None:
                     return text
-                message, new_messages = {"role": "assistant", "content": content}, [_user(reply)]
+                message, new_messages = _says(content), [_user(reply)]
             replied = conversation.add_response(call.response_ids, message, ended)
             conversation = self.dialect.add(replied, new_messages)
 
@@ -112,6 +121,10 @@ class ToolCallingAgent(SessionAgent):
 
 def _user(text: str) -> Message:
     return {"role": "user", "content": text}
+
+
+def _says(text: str) -> Message:
+    return {"role": "assistant", "content": text}
 
 
 def definition(card: ToolCard) -> dict[str, Any]:
@@ -165,7 +178,7 @@ def _message(content: str, calls: Sequence[WrittenCall], number: int) -> Message
         }
         for place, call in enumerate(calls)
     ]
-    return {"role": "assistant", "content": content, "tool_calls": tool_calls}
+    return {"role": "assistant", "content": content.strip(), "tool_calls": tool_calls}
 
 
 def _call_id(number: int, place: int) -> str:

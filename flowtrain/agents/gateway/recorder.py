@@ -4,7 +4,8 @@ A program sends the whole history with every request. What of it this rollout sa
 the longest recorded beginning, and stands in the prompt with the ids that were sampled, though the
 program may have changed white space or the order of keys: of histories that differ in no more than
 that, it is the one that was sent, if it is among them. Another history, or one that
-the chat template would rewrite, begins a conversation of its own, which is trained as well.
+the chat template would rewrite, begins a conversation of its own, which is trained as well. With
+`agent.history = "as_deployed"` every request does.
 """
 
 from __future__ import annotations
@@ -128,6 +129,8 @@ class Recorder:
         self, messages: Sequence[Message], request: ChatRequest, path: Sequence[_Key]
     ) -> Conversation:
         """Return the conversation that the request goes on with, or begin one."""
+        if self._dialect.encodes_anew:
+            return self._started(messages, request)
         if (conversation := self._prompts.exact.get(path[-1].exact)) is not None:
             return conversation
         # The same prompt but for white space is what is meant, unless a reply before it is exact.
@@ -145,6 +148,9 @@ class Recorder:
                 break
         if lookalike is not None:
             return lookalike
+        return self._started(messages, request)
+
+    def _started(self, messages: Sequence[Message], request: ChatRequest) -> Conversation:
         try:
             return self._dialect.start(messages, request.tools)
         except TemplateRewrites as error:
