@@ -44,6 +44,7 @@ from flowkernels.token_loss import (
     token_loss,
 )
 from flowkernels.token_weights import token_weights
+from flowkernels.topk_distillation import linear_topk_distillation
 from flowkernels.word_digests import digest_at, digest_words
 
 __version__ = "0.1.0"
@@ -79,6 +80,7 @@ __all__ = [
     "linear_distillation",
     "linear_logprobs",
     "linear_policy_loss",
+    "linear_topk_distillation",
     "logprobs",
     "m2po_clip",
     "policy_loss",

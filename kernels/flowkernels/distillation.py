@@ -16,6 +16,7 @@ T: tokens, V: vocabulary, D: hidden size of the student, E: that of the teacher.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
@@ -24,12 +25,14 @@ from torch import Tensor
 
 from flowkernels.arguments import DTYPES, check_head, dtype_of_results, flat_tokens, temperatures
 from flowkernels.implementations import resolve_impl, with_launcher
-from flowkernels.lm_head import HEAD, OPTIONS, Gradients, LMHead, new_head
+from flowkernels.lm_head import HEAD, OPTIONS, Gradients, LMHead, gradient_buffer, new_head
 from flowkernels.plain_tensors import plain_head
 from flowkernels.policy_loss import register_gradients
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
 DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
+HOW = "Tensor scale, Tensor token_weight, str divergence, float mix, bool[] needs, " + OPTIONS
+"""How a student is compared with its teacher, in the schema of an operator."""
 _BUFFERS = {"triton": 2, "torch": 6}
 """Chunks of numbers [C, V] that are alive at once: the logits of both, and what torch makes of
 them."""
@@ -94,19 +97,18 @@ def _mean(p_CV: Tensor, x_CV: Tensor) -> Tensor:
     return torch.where(p_CV > 0, p_CV * x_CV, 0.0).sum(1)
 
 
-@torch.library.custom_op(
-    "flowkernels::linear_distillation",
-    mutates_args=(),
-    schema=f"({HEAD}, Tensor teacher, Tensor teacher_weight, Tensor? teacher_bias, Tensor scale, "
-    f"Tensor token_weight, str divergence, float mix, bool[] needs, {OPTIONS})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _distillation_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Return (loss, gradients by hidden, weight and bias or empty tensors, divergences)."""
-    weight, bias, teacher, teacher_weight, teacher_bias, scale_T, weight_T = arguments[:7]
-    divergence, mix, needs, *options, impl = arguments[7:]
-    head = LMHead(weight, bias, *options)
-    of_teacher = replace(head, weight_VD=teacher_weight, bias_V=teacher_bias)
+def walk(
+    hidden: Tensor,
+    head: LMHead,
+    weight_T: Tensor,
+    needs: Sequence[bool],
+    diverge_rows: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+) -> tuple[Tensor, ...]:
+    """Return (loss, gradients by hidden, weight and bias or empty tensors, divergences).
+
+    `diverge_rows`: from rows, their logits and a buffer, or None, to their divergences, with the
+    weighted gradient by the logits in the buffer, which may be the logits.
+    """
     gradients = Gradients.empty(hidden, head, needs)
     divergence_T = torch.zeros_like(weight_T)
     row_T = weight_T.nonzero()[:, 0]
@@ -115,15 +117,10 @@ def _distillation_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     for chunk in head.chunks(len(row_T)):
         row_C = row_T[chunk]
         hidden_CD, is_only = hidden[row_C], len(row_C) == len(row_T)
-        logits_CV, teacher_CV = head.logits(hidden_CD), of_teacher.logits(teacher[row_C])
-        out_CV = None
-        if any(needs):
-            is_same = logits_CV.dtype == hidden.dtype
-            out_CV = logits_CV if is_same else torch.empty_like(logits_CV, dtype=hidden.dtype)
-        divergence_T[row_C] = diverge(
-            impl, logits_CV, teacher_CV, scale_T[row_C], weight_T[row_C], divergence, mix, out_CV
-        )
-        del logits_CV, teacher_CV
+        logits_CV = head.logits(hidden_CD)
+        out_CV = gradient_buffer(logits_CV, hidden.dtype) if any(needs) else None
+        divergence_T[row_C] = diverge_rows(row_C, logits_CV, out_CV)
+        del logits_CV
         if out_CV is not None:
             gradients.add(head, hidden_CD, out_CV, row_C, None, is_only)
             del out_CV  # before the next chunk's logits are made
@@ -131,15 +128,36 @@ def _distillation_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     return loss, *gradients.as_outputs(head), divergence_T
 
 
-@_distillation_op.register_fake
-def _(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    weight, bias, *_, weight_T = arguments[:7]
-    needs, options = arguments[9], arguments[10:-1]
+@torch.library.custom_op(
+    "flowkernels::linear_distillation",
+    mutates_args=(),
+    schema=f"({HEAD}, Tensor teacher, Tensor teacher_weight, Tensor? teacher_bias, {HOW})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _distillation_op(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """Return the results of `walk`."""
+    weight, bias, teacher, teacher_weight, teacher_bias, scale_T, weight_T = arguments[:7]
+    divergence, mix, needs, *options, impl = arguments[7:]
+    head = LMHead(weight, bias, *options)
+    of_teacher = replace(head, weight_VD=teacher_weight, bias_V=teacher_bias)
+
+    def diverge_rows(row_C: Tensor, logits_CV: Tensor, out_CV: Tensor | None) -> Tensor:
+        teacher_CV, factors = of_teacher.logits(teacher[row_C]), (scale_T[row_C], weight_T[row_C])
+        return diverge(impl, logits_CV, teacher_CV, *factors, divergence, mix, out_CV)
+
+    return walk(hidden, head, weight_T, needs, diverge_rows)
+
+
+def fake_walk(hidden: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    """The shapes of the results of `walk`, from the arguments of an operator that ends in `HOW`."""
+    weight, bias = arguments[:2]
+    weight_T, _, _, needs, *options, _ = arguments[-8:]
     head = LMHead(weight, bias, *options)
     gradients = Gradients.empty(hidden, head, needs).as_outputs(head)
     return weight_T.new_empty(()), *gradients, torch.empty_like(weight_T)
 
 
+_distillation_op.register_fake(fake_walk)
 register_gradients(_distillation_op, num_results=1)
 
 
@@ -183,11 +201,7 @@ def linear_distillation(
         ValueError: an argument that does not fit, with its name and value.
         RuntimeError: a second backward pass through one loss, as for `policy_loss`.
     """
-    if divergence not in DIVERGENCES:
-        names = ", ".join(map(repr, DIVERGENCES))
-        raise ValueError(f"divergence={divergence!r} must be one of {names}")
-    if not 0 < mix < 1:
-        raise ValueError(f"mix={mix} must be between 0 and 1")
+    check_divergence(divergence, mix)
     shape, device = hidden_TD.shape[:-1], hidden_TD.device
     flat_TD, full_VD, full_V = plain_head(hidden_TD, weight_VD, bias_V)
     with torch.no_grad():
@@ -211,8 +225,19 @@ def linear_distillation(
     num_rows = max(1, head.chunk_rows // _BUFFERS[impl])
     head = replace(head, chunk_rows=num_rows, whole_rows=num_rows)
     tensors = (flat_TD, full_VD, full_V)
-    needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
-    loss, *_, divergence_T = _distillation_op(
-        *tensors, *teacher, scale_T, flat_weight_T, divergence, mix, needs, *head.options(impl)
-    )
+    how = scale_T, flat_weight_T, divergence, mix, needed(*tensors), *head.options(impl)
+    loss, *_, divergence_T = _distillation_op(*tensors, *teacher, *how)
     return Distillation(loss, cast(Tensor, divergence_T).view(shape))
+
+
+def check_divergence(divergence: str, mix: float) -> None:
+    if divergence not in DIVERGENCES:
+        names = ", ".join(map(repr, DIVERGENCES))
+        raise ValueError(f"divergence={divergence!r} must be one of {names}")
+    if not 0 < mix < 1:
+        raise ValueError(f"mix={mix} must be between 0 and 1")
+
+
+def needed(*tensors: Tensor | None) -> list[bool]:
+    """Tell which of the tensors get a gradient."""
+    return [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
