@@ -96,7 +96,7 @@ def learn(
     """Train a policy by the step's rollouts; others that are trained learn from the same ones."""
     learner = run.learner
     with timer("collect"):
-        batch = learner.advantages(rollouts)
+        batch = run.advantages(rollouts)
         packed = learner.pack(batch)
     with timer("train"):
         run.sleep()

@@ -3,7 +3,8 @@ written (GKD, arXiv 2306.13649, eq. 4 with lambda = 1; MiniLLM, arXiv 2306.08543
 
 The divergence is over the whole vocabulary, so every token says more than a reward does, and no
 rollout needs others beside it. A teacher that is the policy itself knows more by a hint in its
-prompt, such as the answer.
+prompt, such as the answer. One behind an endpoint tells its likeliest tokens, or no more than the
+log-probs of those that were sampled.
 """
 
 from __future__ import annotations
@@ -52,23 +53,66 @@ class Distill(Algorithm):
                 f"{distill.teacher!r}, which takes the place of the reference policy"
             )
 
+        if self.config.teacher_engine:
+            self._check_endpoint()
+        elif distill.top_k:
+            raise UserError(
+                f"distill.top_k={distill.top_k} is for teachers of [engines]: distill.teacher="
+                f"{distill.teacher!r} tells whole distributions"
+            )
+
+    def _check_endpoint(self) -> None:
+        """Check that the teacher's log-probs are comparable with the policy's."""
+        config, distill, rollout = self.config, self.config.distill, self.config.rollout
+        name, kind = distill.teacher, config.engines[distill.teacher].kind
+        if kind != "openai":
+            raise UserError(
+                f"engines.{name}.kind={kind!r} must be 'openai' for distill.teacher={name!r}: an "
+                "endpoint tells log-probs of prompts"
+            )
+        temperature = config.sampling_of(config.train.policy).temperature
+        needed: dict[str, tuple[object, object]] = {"rollout.temperature": (temperature, 1.0)}
+        if not distill.top_k:  # what the sampler's log-probs are of
+            needed |= {
+                "distill.divergence": (distill.divergence, "reverse_kl"),
+                "rollout.top_k": (rollout.top_k, 0),
+                "rollout.top_p": (rollout.top_p, 1.0),
+                "rollout.frequency_penalty": (rollout.frequency_penalty, 0.0),
+            }
+        needed["log.replay"] = (config.log.replay, False)  # it has not what the teacher said
+        for key, (value, must) in needed.items():
+            if value != must:
+                raise UserError(
+                    f"{key}={value!r} must be {must!r} with distill.teacher={name!r} of [engines] "
+                    f"and distill.top_k={distill.top_k}"
+                )
+
     @property
     def _has_model(self) -> bool:
-        return self.config.distill.teacher not in ("policy", "start")
+        teacher = self.config.distill.teacher
+        return teacher not in ("policy", "start", self.config.teacher_engine)
 
     @property
     def needs_reference(self) -> bool:
-        return super().needs_reference or self.config.distill.teacher != "policy"
+        is_elsewhere = self.config.distill.teacher in ("policy", self.config.teacher_engine)
+        return super().needs_reference or not is_elsewhere
 
     @property
     def reference_path(self) -> str:
         return self.config.distill.teacher if self._has_model else ""
 
-    def distill_spec(self) -> DistillSpec:
+    def distill_spec(self) -> DistillSpec | None:
         from flowtrain.trainer.distillation import DistillSpec
 
-        distill = self.config.distill
-        return DistillSpec(distill.divergence, distill.mix, distill.teacher == "policy")
+        distill, is_endpoint = self.config.distill, bool(self.config.teacher_engine)
+        if is_endpoint and not distill.top_k:
+            return None  # all that it says is in the advantages
+        is_policy = distill.teacher == "policy"
+        return DistillSpec(
+            distill.divergence,
+            distill.mix,
+            "endpoint" if is_endpoint else "policy" if is_policy else "reference",
+        )
 
     def for_teacher(
         self, batch: TrainBatch, groups: Sequence[Group], tokenizer: PreTrainedTokenizerFast

@@ -31,7 +31,7 @@ from flowtrain.utils.text import encodable
 
 T = TypeVar("T")
 _MAX_BYTES = 8 * 2**20
-"""Longest reply, after decompression."""
+"""Longest reply, after decompression, where no more is expected."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _CLOSE_S = 5.0
 _REFUSED = (401, 403, 404)
@@ -70,6 +70,11 @@ class Endpoint:
             timeout=None,
         )
 
+    @property
+    def max_concurrency(self) -> int:
+        """Number of requests that are under way at a time, at most."""
+        return self._options.max_concurrency
+
     async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
         """Raises EngineError, and UserError when ever since the start the endpoint has refused the
         key, the model or the address, or no server was there.
@@ -82,18 +87,23 @@ class Endpoint:
         body: dict[str, object],
         parse: Callable[[bytes], tuple[T, int, int]],
         deadline_s: float,
+        max_bytes: int = 0,
     ) -> T:
         """Ask for anything below the endpoint's address; raises as `ask` does.
 
-        `parse` returns what a reply holds and its numbers of prompt and reply tokens, or raises
-        EngineError.
+        Args:
+            parse: returns what a reply holds and its numbers of prompt and reply tokens, or raises
+                EngineError.
+            max_bytes: of a reply that may be longer than most.
         """
         self.meter.requests += 1
         deadline = time.monotonic() + deadline_s
 
         async def attempt() -> T:
             async with self._free:
-                content = await self._attempt(f"{self._url}/{path}", body)
+                content = await self._attempt(
+                    f"{self._url}/{path}", body, max(max_bytes, _MAX_BYTES)
+                )
             result, prompt_tokens, reply_tokens = parse(content)
             self._has_answered = True
             self.meter.count(prompt_tokens, reply_tokens)
@@ -149,7 +159,7 @@ class Endpoint:
             address = f"engines.{self._label} at {self._options.base_url}"
             print(f"waiting for {address}: {failure}", file=sys.stderr, flush=True)
 
-    async def _attempt(self, url: str, body: dict[str, object]) -> bytes:
+    async def _attempt(self, url: str, body: dict[str, object], max_bytes: int) -> bytes:
         if self._client.is_closed:
             raise EngineError("it is closed")
         timeout_s = self._options.timeout_s
@@ -159,7 +169,7 @@ class Endpoint:
                 self._client.stream("POST", url, json=body) as response,
             ):
                 content = await read_body(
-                    response.aiter_raw(), response.headers.get("content-encoding", ""), _MAX_BYTES
+                    response.aiter_raw(), response.headers.get("content-encoding", ""), max_bytes
                 )
         except TimeoutError:
             raise Transient(f"no reply within timeout_s={timeout_s:g}") from None

@@ -2,16 +2,25 @@
 
 The teacher reads each token of a row's tree once, under its own prompts where a hint tells it more,
 and keeps the hidden states of the targets alone. Its logits exist beside the policy's, a chunk at a
-time. T: targets of a row, M: of a pass, E: the teacher's hidden size, V: vocabulary.
+time. One behind an endpoint has told its likeliest tokens before. T: targets of a row, M: of a
+pass, E: the teacher's hidden size, V: vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
 import torch
-from flowkernels import Divergence, PolicyLoss, linear_distillation
+from flowkernels import (
+    Distillation,
+    Divergence,
+    PolicyLoss,
+    linear_distillation,
+    linear_topk_distillation,
+)
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -30,24 +39,25 @@ class DistillSpec:
     divergence: Divergence
     mix: float
     """b of "jsd"."""
-    from_policy: bool
-    """The teacher is the policy itself, as it is before an optimizer step; else the reference."""
+    teacher: Literal["policy", "reference", "endpoint"]
+    """The policy itself, as it is before an optimizer step; the reference; or a model elsewhere, of
+    which rows have the likeliest tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """The teacher's hidden states of targets, and its head."""
+    """What a teacher says of targets."""
 
     spec: DistillSpec
-    state_TE: Tensor
-    weight_VE: Tensor
-    bias_V: Tensor | None
+    compare: Callable[..., Distillation]
+    """One of the functions of flowkernels, from a head and `said_T` to the divergence."""
+    said_T: tuple[Tensor, ...]
 
     def of_targets(self, target_M: Tensor | None) -> Lesson:
         """Return the lesson of a pass; None: of all targets."""
         if target_M is None:
             return self
-        return replace(self, state_TE=self.state_TE[target_M.to(self.state_TE.device)])
+        return replace(self, said_T=tuple(x[target_M.to(x.device)] for x in self.said_T))
 
     def beside(
         self,
@@ -60,14 +70,12 @@ class Lesson:
 
         def both(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> PolicyLoss:
             out = policy_loss(hidden_TD, weight_VD, bias_V=bias_V)
-            learnt = linear_distillation(
+            learnt = self.compare(
                 hidden_TD,
                 weight_VD,
-                self.state_TE,
-                self.weight_VE,
+                *self.said_T,
                 weight_T=weight_T,
                 bias_V=bias_V,
-                teacher_bias_V=self.bias_V,
                 divergence=self.spec.divergence,
                 mix=self.spec.mix,
                 temperature=temperature,
@@ -94,9 +102,26 @@ def lessons(
     if states:  # once, in the dtype of its passes
         weight_VE = weight_VE.to(states[0].dtype)
         bias_V = None if bias_V is None else bias_V.to(states[0].dtype)
+    compare = partial(linear_distillation, teacher_weight_VE=weight_VE, teacher_bias_V=bias_V)
+    return _of_passes([Lesson(spec, compare, (state_TE,)) for state_TE in states], walks)
+
+
+def lessons_told(
+    spec: DistillSpec, rows: Sequence[PackedRow], walks: Sequence[Sequence[Pass]]
+) -> list[Lesson | None]:
+    """Return the same of a teacher whose likeliest tokens the rows have."""
+    found = []
+    for row in rows:
+        assert row.teacher_ids_TK is not None and row.teacher_logprob_TK is not None
+        told = row.teacher_ids_TK, row.teacher_logprob_TK
+        found.append(Lesson(spec, linear_topk_distillation, told))
+    return _of_passes(found, walks)
+
+
+def _of_passes(of_rows: Sequence[Lesson], walks: Sequence[Sequence[Pass]]) -> list[Lesson | None]:
     return [
-        Lesson(spec, state_TE, weight_VE, bias_V).of_targets(step.target_M)
-        for state_TE, walk in zip(states, walks, strict=True)
+        lesson.of_targets(step.target_M)
+        for lesson, walk in zip(of_rows, walks, strict=True)
         for step in walk
         if step.learns
     ]
