@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from flowtrain.algorithms.advantages import normalise
 from flowtrain.algorithms.base import Algorithm, Values
@@ -47,13 +47,12 @@ class Distill(Algorithm):
                 "algorithm.equal_groups='drop' leaves out what a teacher says of rollouts with one "
                 f"reward: algorithm.name={options.name!r} takes 'keep'"
             )
-        if self._has_model and options.kl_coef:
+        if self.reference_path and options.kl_coef:
             raise UserError(
                 f"algorithm.kl_coef={options.kl_coef} must be 0 with distill.teacher="
                 f"{distill.teacher!r}, which takes the place of the reference policy"
             )
-
-        if self.config.teacher_engine:
+        if self._source == "endpoint":
             self._check_endpoint()
         elif distill.top_k:
             raise UserError(
@@ -62,57 +61,50 @@ class Distill(Algorithm):
             )
 
     def _check_endpoint(self) -> None:
-        """Check that the teacher's log-probs are comparable with the policy's."""
+        """Check that what the teacher tells can be compared with the policy."""
         config, distill, rollout = self.config, self.config.distill, self.config.rollout
-        name, kind = distill.teacher, config.engines[distill.teacher].kind
-        if kind != "openai":
-            raise UserError(
-                f"engines.{name}.kind={kind!r} must be 'openai' for distill.teacher={name!r}: an "
-                "endpoint tells log-probs of prompts"
-            )
         temperature = config.sampling_of(config.train.policy).temperature
-        needed: dict[str, tuple[object, object]] = {"rollout.temperature": (temperature, 1.0)}
-        if not distill.top_k:  # what the sampler's log-probs are of
+        needed: dict[str, tuple[object, object]] = {
+            f"engines.{distill.teacher}.kind": (config.engines[distill.teacher].kind, "openai"),
+            "rollout.temperature": (temperature, 1.0),
+            "log.replay": (config.log.replay, False),  # which has not what the teacher said
+        }
+        if not distill.top_k:  # by the sampler's log-probs
             needed |= {
                 "distill.divergence": (distill.divergence, "reverse_kl"),
                 "rollout.top_k": (rollout.top_k, 0),
                 "rollout.top_p": (rollout.top_p, 1.0),
                 "rollout.frequency_penalty": (rollout.frequency_penalty, 0.0),
             }
-        needed["log.replay"] = (config.log.replay, False)  # it has not what the teacher said
         for key, (value, must) in needed.items():
             if value != must:
                 raise UserError(
-                    f"{key}={value!r} must be {must!r} with distill.teacher={name!r} of [engines] "
-                    f"and distill.top_k={distill.top_k}"
+                    f"{key}={value!r} must be {must!r} with distill.teacher={distill.teacher!r} of "
+                    f"[engines] and distill.top_k={distill.top_k}"
                 )
 
     @property
-    def _has_model(self) -> bool:
-        teacher = self.config.distill.teacher
-        return teacher not in ("policy", "start", self.config.teacher_engine)
+    def _source(self) -> Literal["policy", "reference", "endpoint"]:
+        if self.config.teacher_engine:
+            return "endpoint"
+        return "policy" if self.config.distill.teacher == "policy" else "reference"
 
     @property
     def needs_reference(self) -> bool:
-        is_elsewhere = self.config.distill.teacher in ("policy", self.config.teacher_engine)
-        return super().needs_reference or not is_elsewhere
+        return super().needs_reference or self._source == "reference"
 
     @property
     def reference_path(self) -> str:
-        return self.config.distill.teacher if self._has_model else ""
+        name = self.config.distill.teacher
+        return name if self._source == "reference" and name != "start" else ""
 
     def distill_spec(self) -> DistillSpec | None:
         from flowtrain.trainer.distillation import DistillSpec
 
-        distill, is_endpoint = self.config.distill, bool(self.config.teacher_engine)
-        if is_endpoint and not distill.top_k:
+        distill, source = self.config.distill, self._source
+        if source == "endpoint" and not distill.top_k:
             return None  # all that it says is in the advantages
-        is_policy = distill.teacher == "policy"
-        return DistillSpec(
-            distill.divergence,
-            distill.mix,
-            "endpoint" if is_endpoint else "policy" if is_policy else "reference",
-        )
+        return DistillSpec(distill.divergence, distill.mix, source)
 
     def for_teacher(
         self, batch: TrainBatch, groups: Sequence[Group], tokenizer: PreTrainedTokenizerFast

@@ -31,7 +31,7 @@ from flowtrain.utils.text import encodable
 
 T = TypeVar("T")
 _MAX_BYTES = 8 * 2**20
-"""Longest reply, after decompression, where no more is expected."""
+"""Longest reply, after decompression, where nothing else is said."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _CLOSE_S = 5.0
 _REFUSED = (401, 403, 404)
@@ -87,23 +87,19 @@ class Endpoint:
         body: dict[str, object],
         parse: Callable[[bytes], tuple[T, int, int]],
         deadline_s: float,
-        max_bytes: int = 0,
+        max_bytes: int = _MAX_BYTES,
     ) -> T:
         """Ask for anything below the endpoint's address; raises as `ask` does.
 
-        Args:
-            parse: returns what a reply holds and its numbers of prompt and reply tokens, or raises
-                EngineError.
-            max_bytes: of a reply that may be longer than most.
+        `parse` returns what a reply holds and its numbers of prompt and reply tokens, or raises
+        EngineError.
         """
         self.meter.requests += 1
         deadline = time.monotonic() + deadline_s
 
         async def attempt() -> T:
             async with self._free:
-                content = await self._attempt(
-                    f"{self._url}/{path}", body, max(max_bytes, _MAX_BYTES)
-                )
+                content = await self._attempt(f"{self._url}/{path}", body, max_bytes)
             result, prompt_tokens, reply_tokens = parse(content)
             self._has_answered = True
             self.meter.count(prompt_tokens, reply_tokens)

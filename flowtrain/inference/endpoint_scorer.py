@@ -23,8 +23,8 @@ T = TypeVar("T")
 Ids = tuple[int, ...]
 _ROUNDING = 1e-3
 """Nats by which rounding may lift a log-prob above 0."""
-_BYTES = 256
-"""Longest entry of a reply: a token, its log-prob, its rank and its text."""
+_BYTES, _MORE_BYTES = 256, 2**20
+"""Longest entry of a reply, a token's id, log-prob, rank and text; and what is beside entries."""
 
 
 class EndpointScorer:
@@ -98,7 +98,7 @@ class EndpointScorer:
             "prompt_logprobs": num,  # beside those of the prompt's own tokens
         }
         parse = partial(_parse, ids=ids, start=start, read=read)
-        max_bytes = len(ids) * (num + 1) * _BYTES
+        max_bytes = len(ids) * (num + 1) * _BYTES + _MORE_BYTES
         async with self._free:
             return await self._endpoint.post("completions", body, parse, self._timeout_s, max_bytes)
 
@@ -133,10 +133,12 @@ def _most(by_token: Any, token: int, num: int, vocab_size: int) -> list[tuple[in
         raise EngineError(f"a reply without the {num} likeliest tokens {where}")
     found = []
     for name, entry in by_token.items():
-        if not re.fullmatch(r"0|[1-9][0-9]{0,9}", name) or int(name) >= vocab_size:
-            raise EngineError(f"a reply with {name[:20]!r} {where}, none of {vocab_size} tokens")
-        if (value := _logprob(entry)) is None:
-            raise EngineError(f"a reply without a log-prob of token {name} {where}")
+        value, is_id = _logprob(entry), re.fullmatch(r"0|[1-9][0-9]{0,9}", name)
+        if value is None or not is_id or int(name) >= vocab_size:
+            raise EngineError(
+                f"a reply with {name[:20]!r} {where}: it has no log-prob, or is none of "
+                f"{vocab_size} tokens"
+            )
         found.append((int(name), value))
     if sum(math.exp(value) for _, value in found) > 1 + 2 * _ROUNDING:
         raise EngineError(f"a reply with probabilities that sum to more than 1 {where}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from flowkernels import (
@@ -48,16 +48,15 @@ class DistillSpec:
 class Lesson:
     """What a teacher says of targets."""
 
-    spec: DistillSpec
     compare: Callable[..., Distillation]
-    """One of the functions of flowkernels, from a head and `said_T` to the divergence."""
-    said_T: tuple[Tensor, ...]
+    """One of the functions of flowkernels, from a policy's head and `said_T` to the divergence."""
+    said_T: Sequence[Tensor]
 
     def of_targets(self, target_M: Tensor | None) -> Lesson:
         """Return the lesson of a pass; None: of all targets."""
         if target_M is None:
             return self
-        return replace(self, said_T=tuple(x[target_M.to(x.device)] for x in self.said_T))
+        return replace(self, said_T=[x[target_M.to(x.device)] for x in self.said_T])
 
     def beside(
         self,
@@ -76,8 +75,6 @@ class Lesson:
                 *self.said_T,
                 weight_T=weight_T,
                 bias_V=bias_V,
-                divergence=self.spec.divergence,
-                mix=self.spec.mix,
                 temperature=temperature,
                 fp32_logits=fp32_logits,
             )
@@ -89,39 +86,31 @@ class Lesson:
 
 def lessons(
     spec: DistillSpec,
-    teacher: PreTrainedModel,
+    teacher: PreTrainedModel | None,
     reader: RowReader,
     rows: Sequence[PackedRow],
     walks: Sequence[Sequence[Pass]],
 ) -> list[Lesson | None]:
     """Return what a teacher says of the targets of each pass that learns in the walks through the
-    rows; collective.
+    rows; collective. Without a `teacher` the rows have what it said.
     """
-    weight_VE, bias_V = head_of(teacher)
-    states = reader.states(teacher, [row.teacher or row for row in rows])
-    if states:  # once, in the dtype of its passes
-        weight_VE = weight_VE.to(states[0].dtype)
-        bias_V = None if bias_V is None else bias_V.to(states[0].dtype)
-    compare = partial(linear_distillation, teacher_weight_VE=weight_VE, teacher_bias_V=bias_V)
-    return _of_passes([Lesson(spec, compare, (state_TE,)) for state_TE in states], walks)
-
-
-def lessons_told(
-    spec: DistillSpec, rows: Sequence[PackedRow], walks: Sequence[Sequence[Pass]]
-) -> list[Lesson | None]:
-    """Return the same of a teacher whose likeliest tokens the rows have."""
-    found = []
-    for row in rows:
-        assert row.teacher_ids_TK is not None and row.teacher_logprob_TK is not None
-        told = row.teacher_ids_TK, row.teacher_logprob_TK
-        found.append(Lesson(spec, linear_topk_distillation, told))
-    return _of_passes(found, walks)
-
-
-def _of_passes(of_rows: Sequence[Lesson], walks: Sequence[Sequence[Pass]]) -> list[Lesson | None]:
+    how: dict[str, Any] = {"divergence": spec.divergence, "mix": spec.mix}
+    said: list[Sequence[Tensor]] = []
+    if teacher is None:
+        compare = partial(linear_topk_distillation, **how)
+        said += [row.likeliest for row in rows]
+    else:
+        weight_VE, bias_V = head_of(teacher)
+        states = reader.states(teacher, [row.teacher or row for row in rows])
+        if states:  # once, in the dtype of its passes
+            weight_VE = weight_VE.to(states[0].dtype)
+            bias_V = None if bias_V is None else bias_V.to(states[0].dtype)
+        how |= {"teacher_weight_VE": weight_VE, "teacher_bias_V": bias_V}
+        compare = partial(linear_distillation, **how)
+        said += [[state_TE] for state_TE in states]
     return [
-        lesson.of_targets(step.target_M)
-        for lesson, walk in zip(of_rows, walks, strict=True)
+        Lesson(compare, said_T).of_targets(step.target_M)
+        for said_T, walk in zip(said, walks, strict=True)
         for step in walk
         if step.learns
     ]

@@ -89,10 +89,10 @@ class PackedRow:
     where no sample knows its versions."""
     teacher: PackedRow | None = None
     """What a teacher reads in its place, with the same targets; None: the row itself."""
-    teacher_ids_TK: Tensor | None = None
-    """int32, the `Sample.likeliest` of each target; None where a sample has none."""
-    teacher_logprob_TK: Tensor | None = None
-    """fp32, their log-probs."""
+    likeliest_TK: Tensor | None = None
+    """int32, the ids of the `Sample.likeliest` of each target; None where a sample has none."""
+    likeliest_logprob_TK: Tensor | None = None
+    """fp32"""
     num_route_conflicts: int = 0
     """How often a sample would have had other experts for a token that it shares."""
 
@@ -102,6 +102,12 @@ class PackedRow:
         if self.mask_ids_K is None or self.mask_offsets_T1 is None:
             return None
         return SamplingMask(self.mask_ids_K, self.mask_offsets_T1)
+
+    @property
+    def likeliest(self) -> tuple[Tensor, Tensor]:
+        """A teacher's likeliest tokens and their log-probs."""
+        assert self.likeliest_TK is not None and self.likeliest_logprob_TK is not None
+        return self.likeliest_TK, self.likeliest_logprob_TK
 
     def to(self, device: torch.device) -> PackedRow:
         values = ((f.name, getattr(self, f.name)) for f in fields(self))
@@ -218,7 +224,7 @@ def _pack_row(
     assert len(divisors) in (0, len(samples)), "all samples of a row have a divisor, or none has"
     mask_ids_K, mask_offsets_T1 = _mask_tensors(samples)
     routes_NLC, num_route_conflicts = _routes(samples, layout)
-    teacher_ids_TK, teacher_logprob_TK = _likeliest(samples)
+    likeliest_TK, likeliest_logprob_TK = _likeliest(samples)
     return PackedRow(
         input_ids_N=torch.tensor(input_ids, dtype=torch.int64)[order_N],
         position_ids_N=position_ids_N,
@@ -242,8 +248,8 @@ def _pack_row(
         routes_NLC=None if routes_NLC is None else routes_NLC[order_N],
         version_T=_versions(samples),
         teacher=_of_teacher(samples),
-        teacher_ids_TK=teacher_ids_TK,
-        teacher_logprob_TK=teacher_logprob_TK,
+        likeliest_TK=likeliest_TK,
+        likeliest_logprob_TK=likeliest_logprob_TK,
         num_route_conflicts=num_route_conflicts,
     )
 

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from flowtrain.records import UserError
 from flowtrain.trainer.cost import ForwardCost
-from flowtrain.trainer.distillation import DistillSpec, Lesson, lessons, lessons_told
+from flowtrain.trainer.distillation import DistillSpec, Lesson, lessons
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.loss import (
     looks_at_sequences,
@@ -108,9 +108,8 @@ class Trainer:
                 row is computed at once.
         """
         assert (loss.kl_coef > 0) <= (reference is not None), "a KL term needs a reference policy"
-        distill = optim.distill
-        needs_reference = distill is not None and distill.teacher == "reference"
-        assert not needs_reference or reference is not None, "it is the teacher"
+        teacher = optim.distill.teacher if optim.distill else ""
+        assert teacher != "reference" or reference is not None, "it is the teacher"
         disable_dropout(model)
         self.model = model.train()
         self.optimizer = ShardOptimizer(
@@ -301,10 +300,8 @@ class Trainer:
         spec = self._optim.distill
         if spec is None:
             return [None for walk in walks for step in walk if step.learns]
-        if spec.teacher == "endpoint":
-            return lessons_told(spec, rows, walks)
-        is_policy = spec.teacher == "policy"
-        with nullcontext(self.model) if is_policy else self.reference() as teacher:
+        own = self.model if spec.teacher == "policy" else None
+        with self.reference() if spec.teacher == "reference" else nullcontext(own) as teacher:
             return lessons(spec, teacher, self._reader, rows, walks)
 
     def optim_step(self, loss: Tensor, number: int = 0) -> float | None:

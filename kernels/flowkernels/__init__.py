@@ -17,7 +17,13 @@ from flowkernels.branching import (
     branching_score,
     discounted_reverse_scan,
 )
-from flowkernels.distillation import DIVERGENCES, Distillation, Divergence, linear_distillation
+from flowkernels.distillation import (
+    DIVERGENCES,
+    Distillation,
+    Divergence,
+    linear_distillation,
+    linear_topk_distillation,
+)
 from flowkernels.future_ratio import FutureRatio, future_aware, future_factor
 from flowkernels.layers import rms_norm, rotary, swiglu
 from flowkernels.linear_logprobs import linear_logprobs
@@ -44,7 +50,6 @@ from flowkernels.token_loss import (
     token_loss,
 )
 from flowkernels.token_weights import token_weights
-from flowkernels.topk_distillation import linear_topk_distillation
 from flowkernels.word_digests import digest_at, digest_words
 
 __version__ = "0.1.0"

@@ -19,7 +19,6 @@ from prompt_servers import prompt_server, told
 from starlette.responses import JSONResponse
 
 from flowtrain.config import Chat
-from flowtrain.inference import endpoint as endpoint_module
 from flowtrain.inference.endpoint import Endpoint
 from flowtrain.inference.endpoint_scorer import EndpointScorer, _most, _own, _parse
 from flowtrain.inference.protocol import EngineError
@@ -72,22 +71,21 @@ def test_it_tells_what_its_model_says_and_reads_what_begins_alike_once(tiny_path
         )
 
 
-def test_a_reply_may_be_as_long_as_what_was_asked_for(
-    tiny_path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And no longer."""
-    monkeypatch.setattr(endpoint_module, "_MAX_BYTES", 100)
-    model, padding = models.load_model(tiny_path, torch.float32, attn="sdpa"), [0]
+def test_a_reply_may_be_as_long_as_what_was_asked_for() -> None:
+    """Longer than those of chats, and no longer."""
+    place, sizes = {str(n): {"logprob": -3.0} for n in range(10)}, iter((9 * 2**20, 10 * 2**20))
 
     def served(body: dict[str, Any]) -> JSONResponse:
-        return JSONResponse(told(model, body) | {"padding": "x" * padding[0]})
+        entries = [None, *[place] * (len(body["prompt"]) - 1)]
+        padding = "x" * (next(sizes) - len(json.dumps(entries, separators=(",", ":"))))
+        return JSONResponse({"choices": [{"prompt_logprobs": entries, "padding": padding}]})
 
+    asked = [sample((5,), (7,) * 3000)]  # 3001 * 11 * 256 + 2^20 bytes: 9.06 MiB
     with chat_server(served) as server, scorer_of(server.base_url) as scorer:
-        asked = [sample((5, 6), (7, 8, 9))]
-        run_to_end(scorer.likeliest(asked, 4, model.config.vocab_size))
-        padding[0] = 5 * 5 * 256
+        (found,) = run_to_end(scorer.likeliest(asked, 10, VOCAB))
+        assert len(found.ids) == 30_000
         with pytest.raises(EngineError, match="it sent"):
-            run_to_end(scorer.likeliest(asked, 4, model.config.vocab_size))
+            run_to_end(scorer.likeliest(asked, 10, VOCAB))
 
 
 def test_a_request_has_its_time_from_its_turn_on(tiny_path: str) -> None:

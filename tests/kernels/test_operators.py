@@ -165,9 +165,8 @@ def test_operators_without_a_gradient_pass_opcheck() -> None:
 def test_every_operator_is_checked() -> None:
     names = torch._C._dispatch_get_all_op_names()
     ours = (name.partition("::") for name in names)
-    # See test_sparse_delta.py, test_distillation.py and test_topk_distillation.py.
-    elsewhere = {"diff_words", "digest_words", "scatter_words_"}
-    elsewhere |= {"linear_distillation", "linear_topk_distillation"}
+    # See test_sparse_delta.py and test_distillation.py.
+    elsewhere = {"diff_words", "digest_words", "scatter_words_", "linear_distillation"}
     found = {name for library, _, name in ours if library == "flowkernels"}
     assert found == {*OPERATORS, *OF_HEAD, *elsewhere}
 

@@ -51,18 +51,10 @@ async def _taught(
         told = zip(samples, await scorer.likeliest(asked, top_k, vocab_size), strict=True)
         return replace(batch, samples=tuple(replace(s, likeliest=tokens) for s, tokens in told))
     _, found = await scorer.score(asked, 1.0)
-    gaps = [
-        [own - teachers for own, teachers in zip(s.logprobs, logprobs, strict=True)]
-        for s, logprobs in zip(samples, found, strict=True)
-    ]
-    drawn = [
-        replace(s, advantages=tuple(a - x for a, x in zip(s.advantages, gap, strict=True)))
-        for s, gap in zip(samples, gaps, strict=True)
-    ]
-    trained = (
-        x
-        for s, gap in zip(samples, gaps, strict=True)
-        for x, weight in zip(gap, s.loss_weights, strict=True)
-        if weight
-    )
-    return replace(batch, samples=tuple(drawn), divergence_sum=sum(trained))
+    drawn, total = [], 0.0
+    for sample, logprobs in zip(samples, found, strict=True):
+        gap = [own - teachers for own, teachers in zip(sample.logprobs, logprobs, strict=True)]
+        total += sum(x for x, weight in zip(gap, sample.loss_weights, strict=True) if weight)
+        advantages = tuple(a - x for a, x in zip(sample.advantages, gap, strict=True))
+        drawn.append(replace(sample, advantages=advantages))
+    return replace(batch, samples=tuple(drawn), divergence_sum=total)

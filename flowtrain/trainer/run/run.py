@@ -44,7 +44,6 @@ from flowtrain.tasks.cursor import TaskCursor
 from flowtrain.tasks.mixture import MixedCursor
 from flowtrain.tasks.sets import MAIN_SPLIT
 from flowtrain.trainer.devices import MemoryPeak
-from flowtrain.trainer.run.remote_teacher import taught
 from flowtrain.trainer.run.run_logger import Counted, RunLogger
 from flowtrain.trainer.setup.components import RunComponents
 from flowtrain.trainer.setup.learner import Follower, Rows
@@ -140,12 +139,6 @@ class Run:
             self.sleep()
         return self.learner.branch(step, groups)
 
-    def advantages(self, rollouts: Rollouts) -> TrainBatch:
-        """Turn this rank's rollouts into what is trained of them, with what a teacher behind an
-        endpoint says of it.
-        """
-        return taught(self.learner.advantages(rollouts), self.components)
-
     def count(
         self,
         step: int,
@@ -177,8 +170,8 @@ class Run:
         count_survivors(tally, policy_groups, batch)
         count_tokens(tally, groups, batch, packed, policy=policy, sampled=num_sampled)
         tally.add(chat_metrics)
-        has_gap = batch.divergence_sum is not None
-        tally.add({"divergence": batch.divergence_sum or 0.0} if has_gap else {})
+        if (gap := batch.divergence_sum) is not None:
+            tally.add({"divergence": gap})
         tally.highest("peak_bytes", self.logger.peak_bytes())
         for name in ("num_tokens", "num_tokens_skipped"):  # which only ranks that train know
             tally.highest(name, trained.get(name, 0))
@@ -200,9 +193,8 @@ class Run:
             "peak_memory_gb": totals.maxima["peak_bytes"] / 1e9,
             **tokens.metrics(),
         }
-        if has_gap:
-            num_tokens = max(totals.maxima["num_tokens"], 1)
-            metrics["divergence"] = totals.sums["divergence"] / num_tokens
+        if gap is not None:
+            metrics["divergence"] = totals.sums["divergence"] / max(totals.maxima["num_tokens"], 1)
         return Counted(totals, tokens, totals.said["mismatch"][0], metrics)
 
     def watch(self, step: int, counted: Counted) -> None:

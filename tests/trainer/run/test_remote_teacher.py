@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from flowtrain.config import Config
 from flowtrain.inference.chat_engines import TEACHER
 from flowtrain.inference.endpoint import Endpoint
 from flowtrain.records import Sample, TrainBatch, UserError
+from flowtrain.trainer.balance import _DECODER, _ENCODER
 from flowtrain.trainer.distillation import DistillSpec
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.model import loading as models
@@ -180,20 +182,18 @@ def test_the_gradient_of_likeliest_tokens_is_that_of_samples_one_by_one(
     assert pack_row(batch.samples).teacher is None
 
 
-def test_rows_that_travel_take_along_what_the_teacher_said(tiny_path: str, alone: World) -> None:
-    """In several rows each has its own samples' tokens."""
-    batch, _ = ask(teacher_of(tiny_path), quiet("several groups"), alone, 3)
-    for row in pack_rows(batch.samples, 4):
-        assert row.teacher_ids_TK is not None and row.teacher_logprob_TK is not None
-        assert (
-            row.teacher_ids_TK.shape == row.teacher_logprob_TK.shape == (len(row.target_ids_T), 3)
-        )
-        for sample in batch.samples:
-            assert sample.likeliest is not None
-    one = pack_row(batch.samples)
-    told = [token for s in batch.samples for token in (s.likeliest.ids if s.likeliest else ())]
-    assert one.teacher_ids_TK is not None
-    assert one.teacher_ids_TK.dtype == torch.int32 and one.teacher_ids_TK.flatten().tolist() == told
+def test_each_target_has_its_tokens_in_rows_that_travel(tiny_path: str, alone: World) -> None:
+    batch, _ = ask(teacher_of(tiny_path), quiet("branches within a response"), alone, 3)
+    said = {s.response_ids: s.likeliest for s in batch.samples}
+    for rows in ([pack_row(batch.samples)], pack_rows(batch.samples, 4)):
+        rows = _DECODER.decode(_ENCODER.encode({str(n): row for n, row in enumerate(rows)}))
+        for row in rows.values():
+            ids, logprobs = row.likeliest
+            assert (ids.dtype, logprobs.dtype) == (torch.int32, torch.float32)
+            for start, end in pairwise(row.cu_targets_S1.tolist()):
+                told = said[tuple(row.target_ids_T[start:end].tolist())]
+                assert told is not None and ids[start:end].flatten().tolist() == list(told.ids)
+                assert logprobs[start:end].flatten().tolist() == list(told.logprobs)
 
 
 def test_a_teacher_that_does_not_answer_ends_the_run(alone: World) -> None:
