@@ -147,9 +147,8 @@ class Distill(Section):
     that training started from; a name in [engines]: the model at an endpoint that tells log-probs
     of prompts, as vLLM's server does; or the folder of a model. All have the policy's tokens"""
     top_k: int = Field(0, ge=0)
-    """likeliest tokens that a teacher of [engines] tells for each token, with one outcome for all
-    others; 0: it tells the log-prob of the sampled token, whose advantage that less the sampler's
-    is, as with the reverse KL"""
+    """likeliest tokens that a teacher of [engines] tells in the place of each, all others being one
+    outcome; 0: log-probs of sampled tokens, whose advantage is that less the sampler's"""
     hint: str = ""
     """text that the teacher alone reads, before its prompt; {answer} stands for the answers of the
     question"""

@@ -60,7 +60,8 @@ class Endpoint:
         )
         self.meter = Meter(options.price_in, options.price_out)
         self._has_answered = self._has_warned = False
-        self._free = asyncio.Semaphore(options.max_concurrency)
+        self.max_concurrency = options.max_concurrency
+        self._free = asyncio.Semaphore(self.max_concurrency)
         self._client = httpx2.AsyncClient(
             headers=_headers(label, options),
             limits=httpx2.Limits(
@@ -69,11 +70,6 @@ class Endpoint:
             cookies=no_cookies(),
             timeout=None,
         )
-
-    @property
-    def max_concurrency(self) -> int:
-        """Number of requests that are under way at a time, at most."""
-        return self._options.max_concurrency
 
     async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
         """Raises EngineError, and UserError when ever since the start the endpoint has refused the

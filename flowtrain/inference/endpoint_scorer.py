@@ -1,5 +1,5 @@
-"""What a model behind an endpoint says of given tokens: vLLM's server, which returns log-probs of a
-prompt (`prompt_logprobs`); OpenAI's own endpoints do not.
+"""Log-probs of given tokens, and the likeliest in their place, from a frozen model behind an
+endpoint: vLLM's server, which returns those of a prompt (`prompt_logprobs`); OpenAI's do not.
 """
 
 from __future__ import annotations
@@ -50,13 +50,11 @@ class EndpointScorer:
         assert temperature == 1.0, "a server tells log-probs of prompts at temperature 1"
         return 0, [tuple(found) for found in await self._ask(samples, 0, _own)]
 
-    async def likeliest(
-        self, samples: Sequence[Sample], num: int, vocab_size: int
-    ) -> list[Likeliest]:
-        """Return the `num` tokens, of a vocabulary, that are likeliest in the place of each token
-        of each response; raises as `score` does.
+    async def likeliest(self, samples: Sequence[Sample], num: int, vocab: int) -> list[Likeliest]:
+        """Return the `num` tokens that are likeliest in the place of each token of each response,
+        of a vocabulary of so many; raises as `score` does.
         """
-        read = partial(_most, num=num, vocab_size=vocab_size)
+        read = partial(_most, num=num, vocab=vocab)
         return [
             Likeliest(
                 array("i", [token for place in places for token, _ in place]),
@@ -126,7 +124,7 @@ def _own(by_token: Any, token: int) -> float:
     raise EngineError(f"a reply without a log-prob of token {token} where it stands")
 
 
-def _most(by_token: Any, token: int, num: int, vocab_size: int) -> list[tuple[int, float]]:
+def _most(by_token: Any, token: int, num: int, vocab: int) -> list[tuple[int, float]]:
     """Return the likeliest tokens of a place, the most likely first; its own may be beside them."""
     where = f"where token {token} stands"
     if not isinstance(by_token, dict) or not num <= len(by_token) <= num + 1:
@@ -134,10 +132,10 @@ def _most(by_token: Any, token: int, num: int, vocab_size: int) -> list[tuple[in
     found = []
     for name, entry in by_token.items():
         value, is_id = _logprob(entry), re.fullmatch(r"0|[1-9][0-9]{0,9}", name)
-        if value is None or not is_id or int(name) >= vocab_size:
+        if value is None or not is_id or int(name) >= vocab:
             raise EngineError(
                 f"a reply with {name[:20]!r} {where}: it has no log-prob, or is none of "
-                f"{vocab_size} tokens"
+                f"{vocab} tokens"
             )
         found.append((int(name), value))
     if sum(math.exp(value) for _, value in found) > 1 + 2 * _ROUNDING:

@@ -54,8 +54,7 @@ class Sample:
     teacher_prompt_ids: tuple[int, ...] = ()
     """What a teacher reads in the place of the prompt; (): the prompt."""
     likeliest: Likeliest | None = None
-    """The tokens that a teacher behind an endpoint would most likely have written, with
-    distill.top_k."""
+    """What a teacher behind an endpoint would have written, with distill.top_k."""
     spans: tuple[VersionSpan, ...] = ()
     """The versions of the weights that sampled the response; () where nobody says so."""
 

@@ -94,9 +94,7 @@ class SamplingMask:
 
 @dataclass(frozen=True, slots=True)
 class Likeliest:
-    """The K tokens that a teacher would most likely have written in the place of each token of a
-    response.
-    """
+    """A teacher's K likeliest tokens in the place of each token of a response."""
 
     ids: Int32s
     """int32 [tokens, K]; those of one place differ from each other."""

@@ -46,7 +46,7 @@ class DistillSpec:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What a teacher says of targets."""
+    """The words of a teacher about targets."""
 
     compare: Callable[..., Distillation]
     """One of the functions of flowkernels, from a policy's head and `said_T` to the divergence."""

@@ -26,29 +26,23 @@ def taught(batch: TrainBatch, components: RunComponents) -> TrainBatch:
         return batch
     model, timeout_s = config.engines[config.teacher_engine].model, config.rollout.request_timeout_s
     scorer = EndpointScorer(endpoint, model, timeout_s)
-    top_k, vocab_size = config.distill.top_k, components.model.config.vocab_size
+    top_k, vocab = config.distill.top_k, components.model.config.vocab_size
 
     def ask() -> TrainBatch:
         try:
-            return run_to_end(_taught(batch, scorer, top_k, vocab_size))
+            return run_to_end(_taught(batch, scorer, top_k, vocab))
         except EngineError as error:
-            raise UserError(
-                f"distill.teacher={config.distill.teacher!r} does not say what it would write: "
-                f"{error}; the same command with run.resume = 'auto' goes on from the newest "
-                "checkpoint"
-            ) from None
+            raise UserError(f"distill.teacher={config.distill.teacher!r}: {error}") from None
 
     return on_all_ranks(components.world, ask, other_failed=UserError)
 
 
-async def _taught(
-    batch: TrainBatch, scorer: EndpointScorer, top_k: int, vocab_size: int
-) -> TrainBatch:
+async def _taught(batch: TrainBatch, scorer: EndpointScorer, top_k: int, vocab: int) -> TrainBatch:
     asked = [replace(s, prompt_ids=s.teacher_prompt_ids or s.prompt_ids) for s in batch.samples]
     # With the answers at hand nobody reads the teacher's prompts again.
     samples = [replace(sample, teacher_prompt_ids=()) for sample in batch.samples]
     if top_k:
-        told = zip(samples, await scorer.likeliest(asked, top_k, vocab_size), strict=True)
+        told = zip(samples, await scorer.likeliest(asked, top_k, vocab), strict=True)
         return replace(batch, samples=tuple(replace(s, likeliest=tokens) for s, tokens in told))
     _, found = await scorer.score(asked, 1.0)
     drawn, total = [], 0.0

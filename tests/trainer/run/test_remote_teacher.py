@@ -200,7 +200,9 @@ def test_a_teacher_that_does_not_answer_ends_the_run(alone: World) -> None:
     batch = TrainBatch(tuple(quiet("responses of one token")[:1]))
     with chat_server(lambda body: JSONResponse({"choices": []})) as server:
         for top_k in (0, 2):
-            refused = pytest.raises(UserError, match=r"'big' does not say.* of the 6 tokens")
+            refused = pytest.raises(
+                UserError, match=r"^distill.teacher='big': engines.big: .* the 6 tokens"
+            )
             with asking(server, alone, top_k) as components, refused:
                 taught(batch, components)
 
