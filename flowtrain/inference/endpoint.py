@@ -83,7 +83,7 @@ class Endpoint:
         body: dict[str, object],
         parse: Callable[[bytes], tuple[T, int, int]],
         deadline_s: float,
-        max_bytes: int = _MAX_BYTES,
+        max_bytes: int = 0,
     ) -> T:
         """Ask for anything below the endpoint's address; raises as `ask` does.
 
@@ -95,7 +95,7 @@ class Endpoint:
 
         async def attempt() -> T:
             async with self._free:
-                content = await self._attempt(f"{self._url}/{path}", body, max_bytes)
+                content = await self._attempt(f"{self._url}/{path}", body, max_bytes or _MAX_BYTES)
             result, prompt_tokens, reply_tokens = parse(content)
             self._has_answered = True
             self.meter.count(prompt_tokens, reply_tokens)
