@@ -72,7 +72,7 @@ class Lesson:
             learnt = self.compare(
                 hidden_TD,
                 weight_VD,
-                *self.said_T,
+                *(x.to(hidden_TD.device) for x in self.said_T),
                 weight_T=weight_T,
                 bias_V=bias_V,
                 temperature=temperature,
