@@ -47,6 +47,7 @@ from flowtrain.replay.log import ReplayLog
 from flowtrain.rewards import score, shuffle_rewards
 from flowtrain.trainer.run.dry_run import dry_run
 from flowtrain.trainer.run.opening import open_run
+from flowtrain.trainer.run.remote_teacher import taught
 from flowtrain.trainer.run.run import Run
 from flowtrain.trainer.run.run_logger import Counted
 from flowtrain.utils.seeds import derive_seed
@@ -96,7 +97,7 @@ def learn(
     """Train a policy by the step's rollouts; others that are trained learn from the same ones."""
     learner = run.learner
     with timer("collect"):
-        batch = learner.advantages(rollouts)
+        batch = taught(learner.advantages(rollouts), run.components)
         packed = learner.pack(batch)
     with timer("train"):
         run.sleep()

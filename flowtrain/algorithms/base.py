@@ -285,9 +285,7 @@ class Algorithm:
         return ""
 
     def distill_spec(self) -> DistillSpec | None:
-        """Return how the policy learns from a teacher, which is itself or the reference; None: it
-        has none.
-        """
+        """Return how the policy learns from a teacher's distributions; None: from none."""
         return None
 
     def for_teacher(

@@ -3,14 +3,15 @@ written (GKD, arXiv 2306.13649, eq. 4 with lambda = 1; MiniLLM, arXiv 2306.08543
 
 The divergence is over the whole vocabulary, so every token says more than a reward does, and no
 rollout needs others beside it. A teacher that is the policy itself knows more by a hint in its
-prompt, such as the answer.
+prompt, such as the answer. One behind an endpoint tells its likeliest tokens, or no more than the
+log-probs of those that were sampled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from flowtrain.algorithms.advantages import normalise
 from flowtrain.algorithms.base import Algorithm, Values
@@ -46,29 +47,64 @@ class Distill(Algorithm):
                 "algorithm.equal_groups='drop' leaves out what a teacher says of rollouts with one "
                 f"reward: algorithm.name={options.name!r} takes 'keep'"
             )
-        if self._has_model and options.kl_coef:
+        if self.reference_path and options.kl_coef:
             raise UserError(
                 f"algorithm.kl_coef={options.kl_coef} must be 0 with distill.teacher="
                 f"{distill.teacher!r}, which takes the place of the reference policy"
             )
+        if self._source == "endpoint":
+            self._check_endpoint()
+        elif distill.top_k:
+            raise UserError(
+                f"distill.top_k={distill.top_k} is for teachers of [engines]: distill.teacher="
+                f"{distill.teacher!r} tells whole distributions"
+            )
+
+    def _check_endpoint(self) -> None:
+        """Check that what the teacher tells can be compared with the policy."""
+        config, distill, rollout = self.config, self.config.distill, self.config.rollout
+        temperature = config.sampling_of(config.train.policy).temperature
+        needed: dict[str, tuple[object, object]] = {
+            f"engines.{distill.teacher}.kind": (config.engines[distill.teacher].kind, "openai"),
+            "rollout.temperature": (temperature, 1.0),
+            "log.replay": (config.log.replay, False),  # which has not what the teacher said
+        }
+        if not distill.top_k:  # by the sampler's log-probs
+            needed |= {
+                "distill.divergence": (distill.divergence, "reverse_kl"),
+                "rollout.top_k": (rollout.top_k, 0),
+                "rollout.top_p": (rollout.top_p, 1.0),
+                "rollout.frequency_penalty": (rollout.frequency_penalty, 0.0),
+            }
+        for key, (value, must) in needed.items():
+            if value != must:
+                raise UserError(
+                    f"{key}={value!r} must be {must!r} with distill.teacher={distill.teacher!r} of "
+                    f"[engines] and distill.top_k={distill.top_k}"
+                )
 
     @property
-    def _has_model(self) -> bool:
-        return self.config.distill.teacher not in ("policy", "start")
+    def _source(self) -> Literal["policy", "reference", "endpoint"]:
+        if self.config.teacher_engine:
+            return "endpoint"
+        return "policy" if self.config.distill.teacher == "policy" else "reference"
 
     @property
     def needs_reference(self) -> bool:
-        return super().needs_reference or self.config.distill.teacher != "policy"
+        return super().needs_reference or self._source == "reference"
 
     @property
     def reference_path(self) -> str:
-        return self.config.distill.teacher if self._has_model else ""
+        name = self.config.distill.teacher
+        return name if self._source == "reference" and name != "start" else ""
 
-    def distill_spec(self) -> DistillSpec:
+    def distill_spec(self) -> DistillSpec | None:
         from flowtrain.trainer.distillation import DistillSpec
 
-        distill = self.config.distill
-        return DistillSpec(distill.divergence, distill.mix, distill.teacher == "policy")
+        distill, source = self.config.distill, self._source
+        if source == "endpoint" and not distill.top_k:
+            return None  # all that it says is in the advantages
+        return DistillSpec(distill.divergence, distill.mix, source)
 
     def for_teacher(
         self, batch: TrainBatch, groups: Sequence[Group], tokenizer: PreTrainedTokenizerFast

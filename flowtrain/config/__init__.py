@@ -165,6 +165,12 @@ class Config(Section):
             options.temperature or self.rollout.temperature,
         )
 
+    @property
+    def teacher_engine(self) -> str:
+        """Return the name in [engines] of the teacher that a run asks; "": it asks none."""
+        name = self.distill.teacher
+        return name if self.algorithm.name == "distill" and name in self.engines else ""
+
     def word_for(self, policy: PolicyName) -> str:
         """Return what people call a policy: one alone, of no name, is "policy"."""
         is_named = self.agent.name == "agentflow" or policy in self.policies

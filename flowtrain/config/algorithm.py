@@ -144,7 +144,11 @@ class Appo(Section):
 class Distill(Section):
     teacher: str = "policy"
     """policy: the policy as it is before a step, which distill.hint tells more; start: the model
-    that training started from; or the folder of a model with the same tokens"""
+    that training started from; a name in [engines]: the model at an endpoint that tells log-probs
+    of prompts, as vLLM's server does; or the folder of a model. All have the policy's tokens"""
+    top_k: int = Field(0, ge=0)
+    """likeliest tokens that a teacher of [engines] tells in the place of each, all others being one
+    outcome; 0: log-probs of sampled tokens, whose advantage is that less the sampler's"""
     hint: str = ""
     """text that the teacher alone reads, before its prompt; {answer} stands for the answers of the
     question"""

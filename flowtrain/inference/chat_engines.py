@@ -22,7 +22,7 @@ POLICY = "policy"
 TOOL = "tools.{}"
 """The role of the model inside a tool that has one of its own (agent.tool_engines)."""
 TEACHER = "teacher"
-"""The role of the model that demonstrates (rft.expert)."""
+"""The role of the model that demonstrates (rft.expert), or that distill.teacher names."""
 _NEED = "which a model behind a role needs"
 _WITHOUT_POLICY = ("judge",)
 """Roles that the policy may not have."""
@@ -64,6 +64,11 @@ class ChatEngines:
         for name, chat in self.started.items():
             if name != POLICY:
                 chat.close()
+
+
+def teacher_role(config: Config) -> dict[str, str]:
+    """Return the role of the teacher that training asks, with its name in [engines]; {}: none."""
+    return {TEACHER: config.teacher_engine} if config.teacher_engine else {}
 
 
 def make_chat_engines(

@@ -31,7 +31,7 @@ from flowtrain.utils.text import encodable
 
 T = TypeVar("T")
 _MAX_BYTES = 8 * 2**20
-"""Longest reply, after decompression."""
+"""Longest reply, after decompression, where nothing else is said."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _CLOSE_S = 5.0
 _REFUSED = (401, 403, 404)
@@ -60,7 +60,8 @@ class Endpoint:
         )
         self.meter = Meter(options.price_in, options.price_out)
         self._has_answered = self._has_warned = False
-        self._free = asyncio.Semaphore(options.max_concurrency)
+        self.max_concurrency = options.max_concurrency
+        self._free = asyncio.Semaphore(self.max_concurrency)
         self._client = httpx2.AsyncClient(
             headers=_headers(label, options),
             limits=httpx2.Limits(
@@ -82,6 +83,7 @@ class Endpoint:
         body: dict[str, object],
         parse: Callable[[bytes], tuple[T, int, int]],
         deadline_s: float,
+        max_bytes: int = 0,
     ) -> T:
         """Ask for anything below the endpoint's address; raises as `ask` does.
 
@@ -93,7 +95,7 @@ class Endpoint:
 
         async def attempt() -> T:
             async with self._free:
-                content = await self._attempt(f"{self._url}/{path}", body)
+                content = await self._attempt(f"{self._url}/{path}", body, max_bytes or _MAX_BYTES)
             result, prompt_tokens, reply_tokens = parse(content)
             self._has_answered = True
             self.meter.count(prompt_tokens, reply_tokens)
@@ -149,7 +151,7 @@ class Endpoint:
             address = f"engines.{self._label} at {self._options.base_url}"
             print(f"waiting for {address}: {failure}", file=sys.stderr, flush=True)
 
-    async def _attempt(self, url: str, body: dict[str, object]) -> bytes:
+    async def _attempt(self, url: str, body: dict[str, object], max_bytes: int) -> bytes:
         if self._client.is_closed:
             raise EngineError("it is closed")
         timeout_s = self._options.timeout_s
@@ -159,7 +161,7 @@ class Endpoint:
                 self._client.stream("POST", url, json=body) as response,
             ):
                 content = await read_body(
-                    response.aiter_raw(), response.headers.get("content-encoding", ""), _MAX_BYTES
+                    response.aiter_raw(), response.headers.get("content-encoding", ""), max_bytes
                 )
         except TimeoutError:
             raise Transient(f"no reply within timeout_s={timeout_s:g}") from None

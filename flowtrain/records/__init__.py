@@ -22,6 +22,7 @@ from flowtrain.records.sample import FilterReason, Rollouts, Sample, SampleId, S
 from flowtrain.records.sampling import (
     Call,
     FinishReason,
+    Likeliest,
     Routes,
     Sampling,
     SamplingMask,
@@ -39,6 +40,7 @@ __all__ = [
     "FilterReason",
     "FinishReason",
     "Group",
+    "Likeliest",
     "Outage",
     "PlanStep",
     "PolicyName",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flowtrain.records.rollout import Group
-from flowtrain.records.sampling import Call, Routes, SamplingMask, VersionSpan
+from flowtrain.records.sampling import Call, Likeliest, Routes, SamplingMask, VersionSpan
 
 
 class SampleId(NamedTuple):
@@ -53,6 +53,8 @@ class Sample:
     """The sampler's; None for a dense model, and where nobody recorded them."""
     teacher_prompt_ids: tuple[int, ...] = ()
     """What a teacher reads in the place of the prompt; (): the prompt."""
+    likeliest: Likeliest | None = None
+    """What a teacher behind an endpoint would have written, with distill.top_k."""
     spans: tuple[VersionSpan, ...] = ()
     """The versions of the weights that sampled the response; () where nobody says so."""
 
@@ -134,3 +136,6 @@ class TrainBatch:
     """Response tokens of these."""
     num_minibatches: int = 1
     """Optimizer steps that train the batch, over all ranks."""
+    divergence_sum: float | None = None
+    """By how much the sampler's log-probs of trained tokens are above those of a teacher behind an
+    endpoint, in nats; None where it was not asked for these."""

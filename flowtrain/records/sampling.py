@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     Int32s = array[int]
+    Float32s = array[float]
 else:
     # Python 3.11 has no array[int] at run time, where decoders read the annotations of records
-    Int32s = array
+    Int32s = Float32s = array
 
 
 class FinishReason(enum.StrEnum):
@@ -89,6 +90,16 @@ class SamplingMask:
 
     def __add__(self, later: SamplingMask) -> SamplingMask:
         return SamplingMask(self.ids + later.ids, self.counts + later.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Likeliest:
+    """A teacher's K likeliest tokens in the place of each token of a response."""
+
+    ids: Int32s
+    """int32 [tokens, K]; those of one place differ from each other."""
+    logprobs: Float32s
+    """float32 [tokens, K], at temperature 1, among all tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,25 @@
 
 The teacher reads each token of a row's tree once, under its own prompts where a hint tells it more,
 and keeps the hidden states of the targets alone. Its logits exist beside the policy's, a chunk at a
-time. T: targets of a row, M: of a pass, E: the teacher's hidden size, V: vocabulary.
+time. One behind an endpoint has told its likeliest tokens before. T: targets of a row, M: of a
+pass, E: the teacher's hidden size, V: vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
-from flowkernels import Divergence, PolicyLoss, linear_distillation
+from flowkernels import (
+    Distillation,
+    Divergence,
+    PolicyLoss,
+    linear_distillation,
+    linear_topk_distillation,
+)
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -30,24 +39,24 @@ class DistillSpec:
     divergence: Divergence
     mix: float
     """b of "jsd"."""
-    from_policy: bool
-    """The teacher is the policy itself, as it is before an optimizer step; else the reference."""
+    teacher: Literal["policy", "reference", "endpoint"]
+    """The policy itself, as it is before an optimizer step; the reference; or a model elsewhere, of
+    which rows have the likeliest tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """The teacher's hidden states of targets, and its head."""
+    """The words of a teacher about targets."""
 
-    spec: DistillSpec
-    state_TE: Tensor
-    weight_VE: Tensor
-    bias_V: Tensor | None
+    compare: Callable[..., Distillation]
+    """One of the functions of flowkernels, from a policy's head and `said_T` to the divergence."""
+    said_T: Sequence[Tensor]
 
     def of_targets(self, target_M: Tensor | None) -> Lesson:
         """Return the lesson of a pass; None: of all targets."""
         if target_M is None:
             return self
-        return replace(self, state_TE=self.state_TE[target_M.to(self.state_TE.device)])
+        return replace(self, said_T=[x[target_M.to(x.device)] for x in self.said_T])
 
     def beside(
         self,
@@ -60,16 +69,12 @@ class Lesson:
 
         def both(hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> PolicyLoss:
             out = policy_loss(hidden_TD, weight_VD, bias_V=bias_V)
-            learnt = linear_distillation(
+            learnt = self.compare(
                 hidden_TD,
                 weight_VD,
-                self.state_TE,
-                self.weight_VE,
+                *(x.to(hidden_TD.device) for x in self.said_T),
                 weight_T=weight_T,
                 bias_V=bias_V,
-                teacher_bias_V=self.bias_V,
-                divergence=self.spec.divergence,
-                mix=self.spec.mix,
                 temperature=temperature,
                 fp32_logits=fp32_logits,
             )
@@ -81,22 +86,31 @@ class Lesson:
 
 def lessons(
     spec: DistillSpec,
-    teacher: PreTrainedModel,
+    teacher: PreTrainedModel | None,
     reader: RowReader,
     rows: Sequence[PackedRow],
     walks: Sequence[Sequence[Pass]],
 ) -> list[Lesson | None]:
     """Return what a teacher says of the targets of each pass that learns in the walks through the
-    rows; collective.
+    rows; collective. Without a `teacher` the rows have what it said.
     """
-    weight_VE, bias_V = head_of(teacher)
-    states = reader.states(teacher, [row.teacher or row for row in rows])
-    if states:  # once, in the dtype of its passes
-        weight_VE = weight_VE.to(states[0].dtype)
-        bias_V = None if bias_V is None else bias_V.to(states[0].dtype)
+    how: dict[str, Any] = {"divergence": spec.divergence, "mix": spec.mix}
+    said: list[Sequence[Tensor]] = []
+    if teacher is None:
+        compare = partial(linear_topk_distillation, **how)
+        said += [row.likeliest for row in rows]
+    else:
+        weight_VE, bias_V = head_of(teacher)
+        states = reader.states(teacher, [row.teacher or row for row in rows])
+        if states:  # once, in the dtype of its passes
+            weight_VE = weight_VE.to(states[0].dtype)
+            bias_V = None if bias_V is None else bias_V.to(states[0].dtype)
+        how |= {"teacher_weight_VE": weight_VE, "teacher_bias_V": bias_V}
+        compare = partial(linear_distillation, **how)
+        said += [[state_TE] for state_TE in states]
     return [
-        Lesson(spec, state_TE, weight_VE, bias_V).of_targets(step.target_M)
-        for state_TE, walk in zip(states, walks, strict=True)
+        Lesson(compare, said_T).of_targets(step.target_M)
+        for said_T, walk in zip(said, walks, strict=True)
         for step in walk
         if step.learns
     ]

@@ -90,6 +90,10 @@ class PackedRow:
     where no sample knows its versions."""
     teacher: PackedRow | None = None
     """What a teacher reads in its place, with the same targets; None: the row itself."""
+    likeliest_TK: Tensor | None = None
+    """int32, the ids of the `Sample.likeliest` of each target; None where a sample has none."""
+    likeliest_logprob_TK: Tensor | None = None
+    """fp32"""
     num_route_conflicts: int = 0
     """How often a sample would have had other experts for a token that it shares."""
 
@@ -99,6 +103,12 @@ class PackedRow:
         if self.mask_ids_K is None or self.mask_offsets_T1 is None:
             return None
         return SamplingMask(self.mask_ids_K, self.mask_offsets_T1)
+
+    @property
+    def likeliest(self) -> tuple[Tensor, Tensor]:
+        """A teacher's likeliest tokens and their log-probs."""
+        assert self.likeliest_TK is not None and self.likeliest_logprob_TK is not None
+        return self.likeliest_TK, self.likeliest_logprob_TK
 
     def to(self, device: torch.device) -> PackedRow:
         """Copy the row to a device; a teacher's row stays where it is."""
@@ -214,6 +224,7 @@ def _pack_row(
     assert len(divisors) in (0, len(samples)), "all samples of a row have a divisor, or none has"
     mask_ids_K, mask_offsets_T1 = _mask_tensors(samples)
     routes_NLC, num_route_conflicts = _routes(samples, layout)
+    likeliest_TK, likeliest_logprob_TK = _likeliest(samples)
     return PackedRow(
         input_ids_N=torch.tensor(input_ids, dtype=torch.int64)[order_N],
         position_ids_N=position_ids_N,
@@ -237,6 +248,8 @@ def _pack_row(
         routes_NLC=None if routes_NLC is None else routes_NLC[order_N],
         version_T=_versions(samples),
         teacher=_of_teacher(samples),
+        likeliest_TK=likeliest_TK,
+        likeliest_logprob_TK=likeliest_logprob_TK,
         num_route_conflicts=num_route_conflicts,
     )
 
@@ -256,6 +269,16 @@ def _of_teacher(samples: Sequence[Sample]) -> PackedRow | None:
             for sample in samples
         ]
     )
+
+
+def _likeliest(samples: Sequence[Sample]) -> tuple[Tensor | None, Tensor | None]:
+    """A teacher's likeliest tokens at all targets, and their log-probs."""
+    found = [(len(s.response_ids), s.likeliest) for s in samples if s.likeliest is not None]
+    if not found or len(found) < len(samples):
+        return None, None
+    ids = [torch.frombuffer(x.ids, dtype=torch.int32).view(num, -1) for num, x in found]
+    logprobs = [torch.frombuffer(x.logprobs, dtype=torch.float32).view(num, -1) for num, x in found]
+    return torch.cat(ids), torch.cat(logprobs)
 
 
 def _versions(samples: Sequence[Sample]) -> Tensor | None:

@@ -80,7 +80,7 @@ class OptimSpec:
     replays_routes: bool = True
     """Rows that have routes are read along them, by the policy and by the reference."""
     distill: DistillSpec | None = None
-    """How the policy learns from a teacher, which is itself or the reference; None: it has none."""
+    """How the policy learns from a teacher's distributions; None: from none."""
 
 
 class Trainer:
@@ -108,8 +108,8 @@ class Trainer:
                 row is computed at once.
         """
         assert (loss.kl_coef > 0) <= (reference is not None), "a KL term needs a reference policy"
-        distill = optim.distill
-        assert distill is None or distill.from_policy or reference is not None, "it is the teacher"
+        teacher = optim.distill.teacher if optim.distill else ""
+        assert teacher != "reference" or reference is not None, "it is the teacher"
         disable_dropout(model)
         self.model = model.train()
         self.optimizer = ShardOptimizer(
@@ -299,11 +299,12 @@ class Trainer:
         self, rows: Sequence[PackedRow], walks: Sequence[Sequence[Pass]]
     ) -> list[Lesson | None]:
         """Return what the teacher says of the targets of each pass that learns; collective."""
-        if self._optim.distill is None:
+        spec = self._optim.distill
+        if spec is None:
             return [None for walk in walks for step in walk if step.learns]
-        from_policy = self._optim.distill.from_policy
-        with nullcontext(self.model) if from_policy else self.reference() as teacher:
-            return lessons(self._optim.distill, teacher, self._reader, rows, walks)
+        own = self.model if spec.teacher == "policy" else None
+        with self.reference() if spec.teacher == "reference" else nullcontext(own) as teacher:
+            return lessons(spec, teacher, self._reader, rows, walks)
 
     def optim_step(self, loss: Tensor, number: int = 0) -> float | None:
         """Clip, step, clear. Returns the gradient norm before clipping.

@@ -247,6 +247,8 @@ class _Cutter:
             mask_ids_K=None,
             mask_offsets_T1=None,
             teacher=None,
+            likeliest_TK=None,
+            likeliest_logprob_TK=None,
             num_unshared_tokens=0,
             num_repeated_tokens=0,
             num_route_conflicts=0,

@@ -17,7 +17,13 @@ from flowkernels.branching import (
     branching_score,
     discounted_reverse_scan,
 )
-from flowkernels.distillation import DIVERGENCES, Distillation, Divergence, linear_distillation
+from flowkernels.distillation import (
+    DIVERGENCES,
+    Distillation,
+    Divergence,
+    linear_distillation,
+    linear_topk_distillation,
+)
 from flowkernels.future_ratio import FutureRatio, future_aware, future_factor
 from flowkernels.layers import rms_norm, rotary, swiglu
 from flowkernels.linear_logprobs import linear_logprobs
@@ -79,6 +85,7 @@ __all__ = [
     "linear_distillation",
     "linear_logprobs",
     "linear_policy_loss",
+    "linear_topk_distillation",
     "logprobs",
     "m2po_clip",
     "policy_loss",

@@ -14,6 +14,7 @@ from flowtrain.algorithms.advantages import reward_of, whitened
 from flowtrain.algorithms.dynamic_sampling import joined, mixed_first
 from flowtrain.config import Config
 from flowtrain.records import FinishReason, Group, Rollouts, TrainBatch, Trajectory, UserError
+from flowtrain.trainer.distillation import DistillSpec
 from flowtrain.trainer.distributed import World
 from tests.algorithms.test_flow_grpo import approx, with_lengths
 from tests.trainer.conftest import alone
@@ -305,6 +306,20 @@ def test_a_teacher_without_a_hint_reads_the_prompts() -> None:
     out = algorithm.advantages([Group(0, tuple(MIXED))])
     assert algorithm.for_teacher(out, [Group(0, tuple(MIXED))], Words()) is out
     assert {a for s in out.samples for a in s.advantages} == {0.0}
+
+
+def test_a_teacher_behind_an_endpoint_is_no_reference() -> None:
+    """What it says of sampled tokens is in the advantages, so that the trainer needs no teacher."""
+    big = {"engines": {"big": {"model": "x"}}}
+    algorithm = made("distill", distill={"teacher": "big"}, **big)
+    assert not algorithm.needs_reference and algorithm.reference_path == ""
+    assert algorithm.distill_spec() is None
+    with_kl = made("distill", distill={"teacher": "big"}, algorithm={"kl_coef": 0.1}, **big)
+    assert with_kl.needs_reference, "a KL term has one of its own"
+    told = made("distill", distill={"teacher": "big", "top_k": 5, "divergence": "jsd"}, **big)
+    assert told.distill_spec() == DistillSpec("jsd", 0.5, "endpoint") and not told.needs_reference
+    assert made("distill", distill={"teacher": "small"}, **big).reference_path == "small"
+    assert made("flow_grpo", distill={"teacher": "big"}, **big).config.teacher_engine == ""
 
 
 @pytest.mark.parametrize(

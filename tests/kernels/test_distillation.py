@@ -157,7 +157,7 @@ def test_the_operator_is_one_that_torch_can_trace(divergence: str) -> None:
     head = b["hidden_TD"], b["weight_VD"], b["bias_V"]
     teacher = b["teacher_TE"], b["teacher_weight_VE"], b["teacher_bias_V"]
     options = [True, True, True], False, 3, 3, "torch"
-    given = *head, *teacher, b["temperature"], b["weight_T"], divergence, 0.5, *options
+    given = *head, *teacher, None, b["temperature"], b["weight_T"], divergence, 0.5, *options
     operator = torch.ops.flowkernels.linear_distillation.default
     # A second backward pass, which a check takes, is refused.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")

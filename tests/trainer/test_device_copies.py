@@ -6,6 +6,7 @@ where, and how often the host waits for it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from flowtrain.records import Sample, SampleId, SamplingMask
+from flowtrain.records import Likeliest, Sample, SampleId, SamplingMask
 from flowtrain.trainer import distillation, loss
 from flowtrain.trainer.attention import registration
 from flowtrain.trainer.distillation import DistillSpec
@@ -94,9 +95,12 @@ def any_loss(hidden_TD: Tensor, weight_VD: Tensor, **given: Any) -> PolicyLoss:
     return PolicyLoss(value, logit_T.detach(), logit_T.detach(), stats)
 
 
-def any_divergence(hidden_TD: Tensor, weight_VD: Tensor, *teacher: Tensor, **_: object) -> Any:
-    """A FAKE of a divergence from a teacher."""
-    divergence_T = (hidden_TD @ weight_VD.T).sum(1) + (teacher[0] @ teacher[1].T).sum(1)
+def any_divergence(hidden_TD: Tensor, weight_VD: Tensor, *said: Tensor, **given: Any) -> Any:
+    """A FAKE of a divergence from a teacher that reads all it is given."""
+    divergence_T = (hidden_TD @ weight_VD.T).sum(1)
+    for each in (*said, *given.values()):
+        if isinstance(each, Tensor):
+            divergence_T = divergence_T + each.flatten()[:1]
     return SimpleNamespace(loss=divergence_T.sum(), divergence_T=divergence_T.detach())
 
 
@@ -113,6 +117,7 @@ def samples() -> list[Sample]:
             sample_id=SampleId(first, 0, turn),
             sampling_mask=SamplingMask(ids=(7, 8, 9), counts=(3, 0)),
             teacher_prompt_ids=(5, *range(first, first + 9)),
+            likeliest=Likeliest(array("i", (7, 8, 60, 61)), array("f", (-1.0, -2.0) * 2)),
         )
         for first in (10, 40)
         for turn in range(3)
@@ -124,7 +129,8 @@ def make_trainer(tiny_path: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..
     """A trainer whose model is on the device."""
     monkeypatch.setattr(registration, "structure_of", lambda *_: AnyTree())
     monkeypatch.setattr(loss, "linear_policy_loss", any_loss)
-    monkeypatch.setattr(distillation, "linear_distillation", any_divergence)
+    for name in ("linear_distillation", "linear_topk_distillation"):
+        monkeypatch.setattr(distillation, name, any_divergence)
     monkeypatch.setattr(ShardOptimizer, "step", lambda _: None)  # torch's, which knows the device
 
     def on_device() -> PreTrainedModel:
@@ -153,7 +159,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "a hinted teacher": (
         LossSpec(),
-        replace(OPTIM, distill=DistillSpec("reverse_kl", 0.5, from_policy=True)),
+        replace(OPTIM, distill=DistillSpec("reverse_kl", 0.5, "policy")),
+    ),
+    "a teacher's likeliest tokens": (
+        LossSpec(),
+        replace(OPTIM, distill=DistillSpec("reverse_kl", 0.5, "endpoint")),
     ),
 }
 

@@ -75,7 +75,7 @@ def test_the_gradient_is_that_of_samples_one_by_one(
     tiny_path: str, make_trainer: Any, divergence: Any, budget: int | None, is_hinted: bool
 ) -> None:
     """On a tree, and walked; the teacher's prompts make a tree of their own."""
-    spec, teacher = DistillSpec(divergence, 0.3, from_policy=False), reference_of(tiny_path)
+    spec, teacher = DistillSpec(divergence, 0.3, teacher="reference"), reference_of(tiny_path)
     equip(teacher)
     samples = taught(make_samples(GROUPS["turns that extend each other"]), is_hinted=is_hinted)
     trainer = make_trainer(
@@ -92,7 +92,7 @@ def test_the_gradient_is_that_of_samples_one_by_one(
 def test_a_policy_that_knows_less_learns_from_itself(make_trainer: Any) -> None:
     """Without a hint it has nothing to learn."""
     samples = make_samples(GROUPS["turns that extend each other"])
-    spec = DistillSpec("reverse_kl", 0.5, from_policy=True)
+    spec = DistillSpec("reverse_kl", 0.5, teacher="policy")
     norms = []
     for is_hinted in (False, True):
         trainer = make_trainer(distill=spec)
@@ -103,7 +103,7 @@ def test_a_policy_that_knows_less_learns_from_itself(make_trainer: Any) -> None:
 def test_steps_bring_the_policy_to_its_teacher(tiny_path: str, make_trainer: Any) -> None:
     teacher = reference_of(tiny_path)
     equip(teacher)
-    spec = DistillSpec("forward_kl", 0.5, from_policy=False)
+    spec = DistillSpec("forward_kl", 0.5, teacher="reference")
     trainer = make_trainer(LossSpec(), 1.0, teacher, lr=3e-3, distill=spec)
     row = pack_row(taught(make_samples(GROUPS["branches within a response"]), is_hinted=False))
     divergences = [trainer.step([[row]])["divergence"] for _ in range(30)]

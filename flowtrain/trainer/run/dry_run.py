@@ -21,6 +21,7 @@ from flowtrain.agents.base import Agent
 from flowtrain.config import Config
 from flowtrain.evaluation.benchmarks import load_benchmarks
 from flowtrain.evaluation.evaluator import roll_out
+from flowtrain.inference.chat_engines import teacher_role
 from flowtrain.inference.protocol import EngineError, NoEngine
 from flowtrain.inference.vllm.process import check_installed
 from flowtrain.records import Call, FinishReason, Sampling, Task, Trajectory, Turn, UserError
@@ -62,7 +63,8 @@ def dry_run(config: Config) -> int:
         judge = config.judge.model_copy(update={"cache": str(folder / "judge.sqlite")})
         config = config.model_copy(update={"judge": judge})
         alone = World(0, 1, world.device)
-        components = RunComponents.prepare(config, Placement(alone, placement.trainers, alone))
+        placement, roles = Placement(alone, placement.trainers, alone), teacher_role(config)
+        components = RunComponents.prepare(config, placement, extra_roles=roles)
         cleanup.callback(components.close)
         for name in config.trained_beside:
             components.beside(name)

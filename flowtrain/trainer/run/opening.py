@@ -19,6 +19,7 @@ from flowtrain.config.command import Interrupt, NothingToDo
 from flowtrain.evaluation.benchmarks import load_benchmarks
 from flowtrain.evaluation.evaluator import Evaluator
 from flowtrain.evaluation.nodes import PoolEvaluations
+from flowtrain.inference.chat_engines import teacher_role
 from flowtrain.logging import RunDir, atomic_write_text
 from flowtrain.logging.learning_signal import LearningSignal
 from flowtrain.logging.mismatch import MismatchGate
@@ -62,7 +63,7 @@ def _open(config: Config, interrupt: Interrupt, cleanup: ExitStack) -> Run:
     check_left(config, world)
     memory = MemoryPeak(world.device)
     placement = Placement.of(config, world)
-    components = RunComponents.prepare(config, placement)
+    components = RunComponents.prepare(config, placement, extra_roles=teacher_role(config))
     cleanup.callback(components.close)
     check_splits(components)
     config = components.config

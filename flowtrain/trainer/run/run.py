@@ -170,6 +170,8 @@ class Run:
         count_survivors(tally, policy_groups, batch)
         count_tokens(tally, groups, batch, packed, policy=policy, sampled=num_sampled)
         tally.add(chat_metrics)
+        if (gap := batch.divergence_sum) is not None:
+            tally.add({"divergence": gap})
         tally.highest("peak_bytes", self.logger.peak_bytes())
         for name in ("num_tokens", "num_tokens_skipped"):  # which only ranks that train know
             tally.highest(name, trained.get(name, 0))
@@ -191,6 +193,8 @@ class Run:
             "peak_memory_gb": totals.maxima["peak_bytes"] / 1e9,
             **tokens.metrics(),
         }
+        if gap is not None:
+            metrics["divergence"] = totals.sums["divergence"] / max(totals.maxima["num_tokens"], 1)
         return Counted(totals, tokens, totals.said["mismatch"][0], metrics)
 
     def watch(self, step: int, counted: Counted) -> None:

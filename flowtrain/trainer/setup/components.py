@@ -230,7 +230,7 @@ class RunComponents(LearnerComponents):
             algorithm=algorithm,
             tokenizer=tokenizer,
             model=model,
-            chats=ChatEngines({}, {}),  # which the first policy's parts count, and the judge
+            chats=ChatEngines({}, self.chats.roles),  # the first policy's count and close them
             judge=None,
         )
 
