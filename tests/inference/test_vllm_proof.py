@@ -4,6 +4,7 @@ policy. Both run in bf16; the server holds several adapters, as `vllm serve --en
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from flowtrain.utils.event_loop import run_to_end
 from flowtrain.weights import Publisher, WeightStore
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-START_S = 300
+START_S = 600
 NUM_CHECKS = 20
 """Honest checks of a model, each of 64 other tokens."""
 
@@ -94,51 +95,41 @@ def served(url: str, path: str, name: str) -> str:
 
 @pytest.fixture
 def by_server(server: str) -> Iterator[Serve]:
-    endpoint = Endpoint(
-        "proof", Chat(model="base", base_url=server, api_key_env="", max_concurrency=1)
-    )
+    chat = Chat(model="base", base_url=server, api_key_env="", max_concurrency=1)
+    endpoint = Endpoint("proof", chat)
     yield lambda path: EndpointScorer(endpoint, served(server, path, "policy"), 60)
     endpoint.close()
 
 
 @pytest.fixture(scope="module")
-def engines(
-    base: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, AdapterEngine]]:
-    """Our engine of an adapter, and of the base without it."""
-    store = tmp_path_factory.mktemp("run") / "weights"
+def by_engine(base: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """Our engine of an adapter, which comes from a store, and of the base without it."""
+    store = WeightStore(tmp_path_factory.mktemp("run") / "weights")
     model, tokenizer = models.load_model(base, torch.bfloat16), models.load_tokenizer(base)
     spec = ModelSpec.of("model.path", base, tokenizer, model)
     vllm_model = VllmModel(
-        base,
-        "bfloat16",
-        64,
-        frozenset(),
+        source=base,
+        dtype="bfloat16",
+        max_tokens=64,
+        stop_ids=frozenset(),
         adapters=spec.adapters(Lora(rank=4), torch.float32),
-        adapter_stores={"policy": str(store), "base": ""},
+        adapter_stores={"policy": str(store.root), "base": ""},
         environment=cpu_environment(1),
     )
-    WeightStore(store)
     engines = AdapterEngine.start(vllm_model, tokenizer, Vllm(kv_cache_gb=0.125))
-    yield engines
-    for engine in engines.values():
-        engine.close()
-
-
-@pytest.fixture(scope="module")
-def by_engine(engines: dict[str, AdapterEngine]) -> Serve:
-    store = WeightStore(Path(engines["policy"].shared._model.adapter_stores["policy"]))
-    publisher = Publisher(store)
+    publisher, versions = Publisher(store), itertools.count()
 
     def serve(path: str) -> Scorer:
         if not lora.is_adapter(path):
             return engines["base"]
-        version = 0 if (head := store.head()) is None else head + 1
+        version = next(versions)
         publisher.publish(load_file(Path(path) / lora.WEIGHTS), version)
         engines["policy"].load(version)
         return engines["policy"]
 
-    return serve
+    yield serve
+    for engine in engines.values():
+        engine.close()
 
 
 @pytest.fixture(params=["server", "engine"])
