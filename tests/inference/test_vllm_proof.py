@@ -167,6 +167,7 @@ def test_the_command_on_a_server_whose_adapter_is_replaced(
 ) -> None:
     before, after = (adapted(base, tmp_path / name, n) for n, name in enumerate("ab"))
     command = [server, "--model", "policy", "--policy", after, "--other", f"step 1={before}"]
+    command += ["--tokens", "1024"]  # sequences that would share a step of vLLM
     served(server, before, "policy")
     assert prove_command.main(command) == 1
     assert "it samples with step 1 (" in capsys.readouterr().out
