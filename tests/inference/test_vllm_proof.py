@@ -60,8 +60,7 @@ def server(base: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
     words += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
     words += ["--max-model-len", "64", "--max-num-seqs", "64", "--enforce-eager"]
     words += ["--kv-cache-memory-bytes", str(2**27)]
-    # On a CPU vLLM computes the base with the last slot, so one stays empty.
-    words += ["--enable-lora", "--max-loras", "8", "--max-lora-rank", "8"]
+    words += ["--enable-lora", "--max-lora-rank", "8"]
     variables = {**os.environ, **cpu_environment(1), "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with log.open("w") as file:
         vllm = subprocess.Popen([sys.executable, *words], env=variables, stdout=file, stderr=file)
