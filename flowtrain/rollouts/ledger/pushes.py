@@ -114,9 +114,10 @@ class Pushes:
         )
         with locked(self.database) as (transaction, _):
             current = "SELECT 1 AS is_so FROM nodes WHERE name = ? AND life = ? AND is_current = 1"
-            if transaction.one(current, *key):
-                end_leases_of(transaction, request.node, _DISOWNED, self.config.dataflow)
+            is_current = transaction.one(current, *key) is not None
             transaction.run("UPDATE nodes SET is_current = -1 WHERE name = ? AND life = ?", *key)
+            if is_current:
+                end_leases_of(transaction, request.node, _DISOWNED, self.config.dataflow)
             for policy in transaction.all("SELECT name, newest FROM policies"):
                 step = policy.newest + 1
                 num += close_shares(transaction, policy.name, _DISOWNED, step, own, *key)
