@@ -120,7 +120,8 @@ class Pushes:
                 end_leases_of(transaction, request.node, _DISOWNED, self.config.dataflow)
             for policy in transaction.all("SELECT name, newest FROM policies"):
                 step = policy.newest + 1
-                num += close_shares(transaction, policy.name, _DISOWNED, step, own, *key)
+                num_closed = close_shares(transaction, policy.name, _DISOWNED, step, own, *key)
+                num = max(num, num_closed)
         text = "node %s had damaged weights and ends: %d of its groups that waited are left out"
         _log.warning(text, request.node, num)
         return Done()
