@@ -168,7 +168,7 @@ test-ray: $(VENV)/ray/.done
 test-vllm: $(VENV)/.vllm
 	$(BIN)/python -m pytest tests/inference/test_vllm_engine.py tests/inference/test_vllm_adapters.py tests/inference/test_vllm_parallel.py \
 		tests/inference/test_sampler_entropies.py tests/inference/test_vllm_reads_checkpoints.py \
-		tests/inference/test_vllm_routes.py; code=$$?; \
+		tests/inference/test_vllm_routes.py tests/inference/test_vllm_proof.py; code=$$?; \
 		test $$code -le 1 && $(BIN)/python -m pytest tests/weights/test_vllm_plugin.py tests/weights/test_vllm_families.py && exit $$code
 
 # Both distributions in dist/, as the index takes them, and their pages checked.

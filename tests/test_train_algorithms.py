@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cli_runs import SMALL, Ran, Run, Server, alike, check_same_run, read, rows
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from flowtrain.trainer import toy
@@ -113,15 +115,7 @@ def test_two_ranks_branch_and_train_like_one(
     own = "--appo.num_roots 3 --appo.spacing 2 --appo.future_scope rollout"
     more = "--appo.dual_clipped drop --algorithm.name appo --train.num_steps 3"
     appo = (*words, *own.split(), *more.split())
-    for size in (1, 2):
-        processes = server.start_ranks(size, *appo, "--run.dir", tmp_path / f"{size}")
-        found = [process.wait() for process in processes]
-        assert found == [0] * size, [process.err.read_text()[-1500:] for process in processes]
-    one, two = (tmp_path / "1", tmp_path / "2")
-    logs = ("trajectories.jsonl", "trajectories.rank1.jsonl")
-    ours = sorted((record for name in logs for record in rows(two, name)), key=_place)
-    theirs = sorted(rows(one, "trajectories.jsonl"), key=_place)
-    assert len(ours) == 3 * 4 * 8 and all(map(alike, ours, theirs))
+    ours, theirs = _on_one_and_two_ranks(server, tmp_path, *appo)
     assert sum("branch" in record for record in ours) == 3 * 4 * 5
     for branch in (record for record in theirs if "branch" in record):
         at, group = branch["branch"], _place(branch)
@@ -129,16 +123,60 @@ def test_two_ranks_branch_and_train_like_one(
         mine, root = (each["turns"][at["turn"]] for each in (branch, roots[at["parent"]]))
         for key in ("response_ids", "response_logprobs"):
             assert mine[key][: at["token"]] == root[key][: at["token"]]
-    metrics = [read(run / "metrics.jsonl")[1:] for run in (two, one)]
-    sums = ("reward_mean", "num_tokens", "num_sampled_tokens", "loss", "grad_norm", "kl_ref")
-    for name in (*sums, "ratio_max"):
-        found = [step[name] for step in metrics[0]]
-        assert found == pytest.approx([step[name] for step in metrics[1]], rel=1e-3, abs=1e-6), name
-    assert metrics[0][-1]["kl_ref"] > 0 and any(step["num_tokens"] > 0 for step in metrics[0])
+    metrics = _metrics_of_both(tmp_path, "kl_ref", "ratio_max")
+    assert metrics[-1]["kl_ref"] > 0 and any(step["num_tokens"] > 0 for step in metrics)
+    one = tmp_path / "1"
     shutil.copytree(one, tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_00000003")
     server.resume(tmp_path / "cut", *appo)
     check_same_run(tmp_path / "cut", one, 3)
+
+
+@pytest.mark.dist
+def test_two_ranks_learn_from_a_teacher_like_one(
+    server: Server, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The policy is its own teacher, who reads the answer first: trees of its own, on the rank that
+    trains the row.
+    """
+    own = "--algorithm.name distill --algorithm.equal_groups keep --train.num_steps 3"
+    hint = ("--distill.hint", "It is {answer} .", "--distill.divergence", "forward_kl")
+    _on_one_and_two_ranks(server, tmp_path, *words, *own.split(), *hint)
+    metrics = _metrics_of_both(tmp_path, "divergence")
+    assert all(step["divergence"] > 1e-3 for step in metrics)
+    one, two = (
+        load_file(tmp_path / f"{size}/checkpoints/step_00000003/model/model.safetensors")
+        for size in (1, 2)
+    )
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+Records = list[dict[str, Any]]
+
+
+def _on_one_and_two_ranks(server: Server, path: Path, *words: object) -> tuple[Records, Records]:
+    """Run three steps on one rank and on two, into folders 1 and 2; returns the rollouts of both,
+    the last first, which are alike.
+    """
+    for size in (1, 2):
+        processes = server.start_ranks(size, *words, "--run.dir", path / f"{size}")
+        found = [process.wait() for process in processes]
+        assert found == [0] * size, [process.err.read_text()[-1500:] for process in processes]
+    logs = ("trajectories.jsonl", "trajectories.rank1.jsonl")
+    ours = sorted((record for name in logs for record in rows(path / "2", name)), key=_place)
+    theirs = sorted(rows(path / "1", "trajectories.jsonl"), key=_place)
+    assert len(ours) == 3 * 4 * 8 and all(map(alike, ours, theirs))
+    return ours, theirs
+
+
+def _metrics_of_both(path: Path, *names: str) -> Records:
+    """The metrics of two ranks, which are those of one but for rounding."""
+    ours, theirs = (read(path / size / "metrics.jsonl")[1:] for size in "21")
+    for name in ("reward_mean", "num_tokens", "num_sampled_tokens", "loss", "grad_norm", *names):
+        found, wanted = ([step[name] for step in steps] for steps in (ours, theirs))
+        assert found == pytest.approx(wanted, rel=1e-3, abs=1e-6), name
+    return ours
 
 
 def _place(record: dict[str, Any]) -> tuple[int, int]:

@@ -36,7 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
     from flowtrain.inference.proof import prove
 
     key = "FLOWTRAIN_TOKEN" if os.environ.get("FLOWTRAIN_TOKEN") else ""
-    chat = Chat(model=options.model, base_url=options.url, api_key_env=key)
+    # With adapters on a CPU vLLM 0.32 ends over two prompts that it scores at once.
+    chat = Chat(model=options.model, base_url=options.url, api_key_env=key, max_concurrency=1)
     try:
         endpoint = Endpoint("proof", chat)
         try:

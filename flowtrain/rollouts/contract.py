@@ -193,6 +193,16 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Disown:
+    """A process of a node ends because something has damaged its weights, nobody knows since when.
+    What it has pushed must not be trained, and its leases end.
+    """
+
+    node: str
+    life: str
+
+
+@dataclass(frozen=True, slots=True)
 class Register:
     """A trainer begins or resumes."""
 
@@ -259,7 +269,7 @@ class Batch:
     """Groups that the batch still lacks."""
     stats: Mapping[str, float] = field(default_factory=dict)
     """For the log: staleness_mean, staleness_max, num_buffered, num_leased, num_replayed, num_ and
-    each reason to leave groups out (stale, filtered, surplus, empty), and tokens per
+    each reason to leave groups out (stale, filtered, surplus, empty, disowned), and tokens per
     group in stale_tokens_mean and assigned_tokens_mean."""
     waiting: str = ""
     """What the dataflow waits for then, for people."""
@@ -352,6 +362,8 @@ class Dataflow(Protocol):
     def push(self, request: Push) -> Pushed: ...
 
     def release(self, request: Release) -> Done: ...
+
+    def disown(self, request: Disown) -> Done: ...
 
     def register(self, request: Register) -> Registered: ...
 

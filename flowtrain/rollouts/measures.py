@@ -23,13 +23,13 @@ _NAME = "flowtrain_dataflow"
 _GONE_S = 3600.0
 """Seconds after which a node that is silent counts as gone for good."""
 _STATES = {"fresh": "waiting", "assigned": "trained"} | {
-    state: state for state in ("stale", "filtered", "surplus", "empty")
+    state: state for state in ("stale", "filtered", "surplus", "empty", "disowned")
 }
 """States of groups by the ledger's words for them."""
 _FATES = {
     *("trained", "waiting", "in_batches", "under_way", "lost", "duplicate", "no_trainer", "failed"),
     *("no_signal", "no_weight", "skipped", "too_long", "token", "advantage", "logprob"),
-    *("empty", "stale", "filtered", "surplus"),
+    *("empty", "stale", "filtered", "surplus", "disowned"),
 }
 """Trainers name fates of tokens; what is none of these is `other`."""
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from flowtrain.rollouts.contract import (
     WAITING,
     Dataflow,
+    Disown,
     Join,
     Lease,
     LeaseRequest,
@@ -185,6 +186,10 @@ class NodeClient:
     async def leave(self, leases: Iterable[LeaseKey], reason: str) -> None:
         """Say that this node ends, and give back what it has left."""
         await self._release(leases, reason[:_MAX_REASON], life=self._request.life)
+
+    async def disown(self) -> None:
+        """Say that damaged weights have made what this process has pushed, and that it ends."""
+        await self._ask("disown", Disown(self._request.node, self._request.life))
 
     async def _release(
         self, leases: Iterable[LeaseKey], reason: str, is_failure: bool = False, life: str = ""

@@ -9,9 +9,9 @@ from flowtrain.logging.tables import aligned
 from flowtrain.records import account_of
 from flowtrain.utils.text import printable
 
-_LEFT_OUT = ("stale", "filtered", "surplus", "empty")
+_LEFT_OUT = ("stale", "filtered", "surplus", "empty", "disowned")
 """Why a group is not trained, in the ledger's words: too old, rejected by the group filter, more
-than the trainer can use, without a token to train, of a node that lied."""
+than the trainer can use, without a token to train, sampled by damaged weights."""
 
 
 def status_text(status: Mapping[str, Any]) -> str:

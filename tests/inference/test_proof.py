@@ -161,11 +161,10 @@ def a_delayed_adapter(tiny: str, path: Path) -> tuple[str, str, dict[str, str], 
 def a_wrong_layout(tiny: str, path: Path) -> tuple[str, str, dict[str, str], str]:
     """The rows of one projection in another order."""
     own = moved(tiny, path / "own", 0.0)
-    wrong = moved(tiny, path / "wrong", 0.0)
-    weights = load_file(Path(wrong) / "model.safetensors")
+    weights = load_file(Path(own) / "model.safetensors")
     name = next(n for n in weights if n.endswith("q_proj.weight"))
-    save_file({**weights, name: weights[name].roll(1, 0)}, Path(wrong) / "model.safetensors")
-    return wrong, own, {"before": moved(tiny, path / "before", 0.3)}, "nor any other model"
+    save_file({**weights, name: weights[name].roll(1, 0)}, Path(own) / "model.safetensors")
+    return tiny, own, {"before": moved(tiny, path / "before", 0.3)}, "nor any other model"
 
 
 @pytest.mark.parametrize("name", FAULTS)

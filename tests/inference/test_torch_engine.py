@@ -452,6 +452,22 @@ def test_an_engine_in_bf16_loads_what_was_published_in_bf16(
         assert torch.equal(parameter, weights[name].bfloat16())
 
 
+def test_a_load_tells_that_something_else_had_changed_weights(
+    model: PreTrainedModel, tokenizer: Any, tmp_path: Path
+) -> None:
+    """A node disowns by it what it has sampled."""
+    own, store = copy.deepcopy(model), WeightStore(tmp_path)
+    engine, publisher = TorchEngine(own, tokenizer, store, verify_every=1), Publisher(store)
+    weights = moved(model)
+    for version, num_damaged in ((1, 0), (2, 1)):
+        publisher.publish(weights, version)
+        engine.load(version)
+        assert engine.metrics()["weights_damaged"] == num_damaged
+        with torch.no_grad():
+            next(own.parameters()).view(-1)[7] += 1.0
+        weights["model.norm.weight"] = weights["model.norm.weight"] + 1.0
+
+
 def test_foreign_weights_are_refused_and_change_nothing(
     engine: TorchEngine, model: PreTrainedModel, tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ from flowtrain.records import Group, Task, VersionSpan
 from flowtrain.rollouts.codec import pack_group, unpack_group
 from flowtrain.rollouts.contract import (
     BatchRequest,
+    Disown,
     Join,
     LeaseRequest,
     Progress,
@@ -230,6 +231,38 @@ def test_whoever_pushes_first_wins(flow: Ledger, clock: Clock) -> None:
         push(flow, lease(flow)[0])
     served = flow.batch(BatchRequest("planner", 1)).groups
     assert [each.reward for each in unpack_group(served[0].payload).trajectories] == [1.0, 1.0]
+
+
+def test_what_a_node_disowns_is_never_trained(database: str) -> None:
+    """Not what waits, what comes late, or what a batch would take again."""
+    flow = begun(database, replay_share=0.5, trainer=planner(2, max_staleness=9))
+    joined(flow, "n2")
+    *mine, late = lease(flow, 4)
+    yours = lease(flow, 3, node="n2")
+    for each in (mine[0], *yours[:1]):
+        push(flow, each, node="n1" if each in mine else "n2")
+    first = batch(flow, 1)
+    assert first == [mine[0].work_item, yours[0].work_item]
+    for each in mine[1:]:
+        push(flow, each)
+    for _ in range(2):  # it may be sent again
+        flow.disown(Disown("n1", "a"))
+    with pytest.raises(Refused, match="node 'n1' has disowned what it made"):
+        push(flow, late)
+    with pytest.raises(Refused, match="another process has joined by its name"):
+        lease(flow)
+    assert batch(flow, 1) == first, "a batch is chosen once"
+    push(flow, yours[1], node="n2")
+    assert batch(flow, 2) == [yours[1].work_item, yours[0].work_item]
+    status = flow.status()
+    groups = {name: each["num"] for name, each in status["policies"]["planner"]["groups"].items()}
+    assert groups == {"assigned": 3, "disowned": 2}
+    assert status["lost_leases"] == {"disowned": 1}
+    (again,) = lease(flow, 1, node="n2")
+    assert (again.work_item, again.attempt) == (late.work_item, 2)
+    joined(flow, "n1", "b")
+    assert push(flow, lease(flow, life="b")[0]) == "committed"
+    assert flow.audit().problems == ()
 
 
 def _changed(

@@ -28,6 +28,7 @@ from flowtrain.rollouts.contract import (
     AssignedGroup,
     Batch,
     BatchRequest,
+    Disown,
     Join,
     Lease,
     LeaseRequest,
@@ -73,6 +74,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.asked: dict[tuple[str, str, str], tuple[Lease, ...]] = {}
         self.committed: dict[int, float] = {}
         """Work items whose first push was taken, with a reward that tells that push from others."""
+        self.makers: dict[int, tuple[str, str]] = {}
+        """Node and life of that push."""
+        self.disowned: set[tuple[str, str]] = set()
         self.sampled = Counter[tuple[str, str, str]]()
         """Tokens by node, life and policy."""
         self.made: dict[tuple[int, int], Counter[str]] = {}
@@ -157,6 +161,11 @@ class LedgerMachine(RuleBasedStateMachine):
             lease.task, 2, versions["planner"], num_tokens, (reward, reward), versions["verifier"]
         )
         own = lease.work_item, lease.attempt
+        maker = node, self.leases[own][1]
+        if maker in self.disowned:
+            with pytest.raises(Refused, match="has disowned what it made"):
+                self.flow.push(Push(node, *own, pack_group(mine)))
+            return
         if own not in self.made:
             self.made[own] = Counter({"planner": 2 * num_tokens, "verifier": 6})
             for policy, num in self.made[own].items():
@@ -165,6 +174,7 @@ class LedgerMachine(RuleBasedStateMachine):
         status = self.flow.push(request).status
         assert status == ("duplicate" if lease.work_item in self.committed else "committed")
         self.committed.setdefault(lease.work_item, reward)
+        self.makers.setdefault(lease.work_item, maker)
         assert self.flow.push(request).status == "duplicate"
 
     def told_by(self, node: str, lease: Lease) -> dict[str, int]:
@@ -209,6 +219,14 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.flow.status()["nodes"][node]["num_leased"] == 0
 
     @rule(node=st.sampled_from(NODES))
+    def node_disowns_and_comes_back(self, node: str) -> None:
+        request = Disown(node, self.lives[node])
+        self.flow.disown(request)
+        self.disowned.add((node, self.lives[node]))
+        self.node_dies_and_comes_back(node)
+        self.flow.disown(request)
+
+    @rule(node=st.sampled_from(NODES))
     def join_arrives_late(self, node: str) -> None:
         self.flow.join(Join(node, "life-0"))
 
@@ -227,6 +245,9 @@ class LedgerMachine(RuleBasedStateMachine):
         if answer.num_missing:
             assert not answer.groups and step not in trainer.batches
             return
+        if step not in trainer.batches:
+            makers = {self.makers[each.work_item] for each in answer.groups}
+            assert not makers & self.disowned, "it was disowned before the batch was made"
         found = trainer.batches.setdefault(step, answer)
         assert found == answer, "a batch came again as another one"
         self.check(policy, step, answer)

@@ -26,6 +26,7 @@ from flowtrain.rollouts.client import Client
 from flowtrain.rollouts.codec import pack, pack_group, unpack
 from flowtrain.rollouts.contract import (
     BatchRequest,
+    Disown,
     EvalSettings,
     Evaluate,
     EvaluationRequest,
@@ -51,6 +52,7 @@ REQUESTS: dict[str, Any] = {
     "renew": Renewal("n1", "a", ((1, 1),)),
     "push": Push("n1", 1, 1, b""),
     "release": Release("n1", ((1, 1),)),
+    "disown": Disown("n1", "a"),
     "register": fake_groups.planner(),
     "batch": BatchRequest("planner", 1),
     "progress": Progress("planner", 0, 0),
@@ -59,7 +61,7 @@ REQUESTS: dict[str, Any] = {
     "status": None,
 }
 """By method, a request of the node n1 or the planner's trainer."""
-NODE = ("join", "lease", "renew", "push", "release", "status")
+NODE = ("join", "lease", "renew", "push", "release", "disown", "status")
 TRAINER = ("register", "batch", "progress", "evaluate", "evaluation", "status")
 ALLOWED = {
     "shared": tuple(REQUESTS),

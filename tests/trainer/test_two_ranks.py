@@ -25,6 +25,7 @@ from flowtrain.records import Sample, SampleId, UserError, VersionSpan
 from flowtrain.trainer import checkpoint, sharding
 from flowtrain.trainer.balance import balance
 from flowtrain.trainer.cost import ForwardCost
+from flowtrain.trainer.distillation import DistillSpec
 from flowtrain.trainer.distributed import World
 from flowtrain.trainer.minibatch_factor import MinibatchFactor
 from flowtrain.trainer.model import loading as models
@@ -47,6 +48,8 @@ CASES = {
     "by_layer_windows": (LossSpec(), {}),
     "by_layer_walked": (LossSpec(kl_coef=0.1), {"grad_clip": 0.5}),
     "walked_gspo": (LossSpec("gspo", clip_low=0.01, clip_high=0.02), {"rescore": True}),
+    "by_layer_taught": (LossSpec(), {"distill": DistillSpec("jsd", 0.3, from_policy=False)}),
+    "taught_by_itself": (LossSpec(), {"distill": DistillSpec("reverse_kl", 0.5, from_policy=True)}),
 }
 FACTORS = {
     "by_layer_future": MinibatchFactor(
@@ -63,6 +66,7 @@ HOW: dict[str, dict[str, Any]] = {
     "by_layer_future": {"reshard": False, "offload": True},
     "by_layer_walked": {"token_budget": 5},
     "walked_gspo": {"token_budget": 3},
+    "by_layer_taught": {"token_budget": 5},
 }
 SMALL = dict.fromkeys(("by_layer_m2po", "by_layer_walked"), 25_000)
 """Parameters that are gathered at once: both layers, and not the model."""
@@ -70,7 +74,7 @@ LAYOUTS = {
     (1, 0): tuple(CASES),
     (2, 0): tuple(CASES),
     (2, 1): ("by_layer",),
-    (3, 1): ("by_layer", "by_layer_kl"),
+    (3, 1): ("by_layer", "by_layer_kl", "by_layer_taught"),
     (4, 0): ("by_layer_walked", "walked_gspo"),
 }
 """The cases of (ranks, those of them that only sample): one, two and four ranks that train,
@@ -127,6 +131,7 @@ def group_samples(step: int, index: int) -> list[Sample]:
                 SampleId(index, 0, len(samples)),
                 divisor=0.25 * (index + 1) if step == len(GROUPS) - 1 else None,
                 spans=(VersionSpan(0, len(response), step),),
+                teacher_prompt_ids=(30, 31, *prompt) if len(samples) % 2 else (),
             )
         )
     return samples
@@ -157,8 +162,8 @@ def make_trainer(
     token_budget: int | None = None,
     **how: bool,
 ) -> Trainer:
-    reference = None
-    if loss.kl_coef:
+    reference, distill = None, options.get("distill")
+    if loss.kl_coef or (distill is not None and not distill.from_policy):
         frozen = load_model(path, world).requires_grad_(False).eval()
         with torch.no_grad():
             for parameter in frozen.parameters():

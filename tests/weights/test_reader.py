@@ -328,6 +328,7 @@ def test_weights_that_something_else_changed_are_replaced_by_a_snapshot(full: We
     loaded = reader.load(6)
     assert loaded.mode == "snapshot"
     assert "not its base, or were damaged" in loaded.reason
+    assert loaded.num_damaged == 1
     assert same_bits(own, chain(6))
 
 

@@ -85,7 +85,8 @@ _QUERIES = {
         WHERE g.work_item IS NULL""",
     "a share has no known state": """
         SELECT work_item AS at FROM shares
-        WHERE state NOT IN ('fresh', 'assigned', 'stale', 'filtered', 'surplus', 'empty')
+        WHERE state NOT IN
+        ('fresh', 'assigned', 'stale', 'filtered', 'surplus', 'empty', 'disowned')
         OR (state = 'fresh') <> (step IS NULL)""",
     "an assigned share is not in the batch of its step once": """
         SELECT s.work_item AS at FROM shares s WHERE s.state = 'assigned' AND 1 <>

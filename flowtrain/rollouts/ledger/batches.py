@@ -143,13 +143,15 @@ def _fresh(transaction: Transaction, policy: Any) -> list[Candidate]:
 
 def _replayable(transaction: Transaction, policy: Any, step: int) -> list[Candidate]:
     """Return the groups of earlier batches that may be trained again in `step`, in the order in
-    which they were first assigned.
+    which they were first assigned; none that its node has disowned.
     """
     rows = transaction.all(
         f"{_CANDIDATES} JOIN assignments a ON a.work_item = s.work_item AND a.policy = s.policy"
         " AND a.is_replay = 0 JOIN payloads d ON d.work_item = s.work_item"
+        " JOIN leases l ON l.work_item = g.work_item AND l.attempt = g.attempt"
         " WHERE s.policy = ? AND s.state = 'assigned' AND s.min_version >= ?"
-        " ORDER BY a.step, a.position",
+        " AND NOT EXISTS (SELECT 1 FROM nodes n WHERE n.name = l.node AND n.life = l.life"
+        " AND n.is_current < 0) ORDER BY a.step, a.position",
         policy.name,
         step - 1 - policy.max_staleness,
     )
@@ -195,7 +197,7 @@ def _stats(transaction: Transaction, policy: str, step: int) -> dict[str, float]
         "num_replayed": sum(row.is_replay for row in assigned),
         **{
             f"num_{state}": left_out[state].num if state in left_out else 0
-            for state in ("stale", "filtered", "surplus", "empty")
+            for state in ("stale", "filtered", "surplus", "empty", "disowned")
         },
         **{
             f"{state}_tokens_mean": float(left_out[state].tokens) if state in left_out else 0.0

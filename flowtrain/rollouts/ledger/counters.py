@@ -41,8 +41,10 @@ def kind_of(ending: str) -> str:
 
 def close_shares(
     transaction: Transaction, policy: str, state: str, step: int, where: str, *values: object
-) -> None:
-    """Leave the waiting groups of a policy out for the reason `state`, found with `step`."""
+) -> int:
+    """Leave the waiting groups of a policy out for the reason `state`, found with `step`. Returns
+    how many they are.
+    """
     tokens = (
         "SELECT t.num_tokens FROM groups g JOIN tokens t ON t.work_item = g.work_item"
         " AND t.attempt = g.attempt WHERE g.work_item = shares.work_item"
@@ -60,6 +62,7 @@ def close_shares(
         sum(row.num_tokens for row in rows),
         sum(row.num_sampled for row in rows),
     )
+    return len(rows)
 
 
 def count_groups(

@@ -150,7 +150,7 @@ class LeaseBook:
         )
         if node is None:
             raise Refused(f"node {request.node!r}: it has not joined")
-        if not node.is_current:
+        if node.is_current != 1:
             raise Refused(f"node {request.node!r}: another process has joined by its name")
         return node
 

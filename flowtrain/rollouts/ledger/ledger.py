@@ -73,6 +73,7 @@ class Ledger:
         self.renew = leases.renew
         self.push = pushes.push
         self.release = leases.release
+        self.disown = pushes.disown
         self.register = trainers.register
         self.batch = batches.batch
         self.progress = trainers.progress

@@ -67,7 +67,7 @@ class Nodes:
         )
         seconds = (0.0, 0.0) if previous is None else (previous.busy_s, previous.waited_s)
         silent_s = max(_RETIRED_S, 2 * self.config.dataflow.wait_s)
-        transaction.run("DELETE FROM nodes WHERE seen_s < ?", now - silent_s)
+        transaction.run("DELETE FROM nodes WHERE seen_s < ? AND is_current >= 0", now - silent_s)
         transaction.run(
             "UPDATE nodes SET is_current = 0 WHERE name = ? AND is_current = 1", request.node
         )

@@ -5,6 +5,7 @@ result of its evaluation.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,14 +14,19 @@ from typing import Any, NamedTuple
 from flowtrain.config import Config
 from flowtrain.records import Task
 from flowtrain.rollouts.codec import decoded, inflated, unpack
-from flowtrain.rollouts.contract import Push, Pushed, Refused, Unavailable
-from flowtrain.rollouts.ledger.counters import count_groups
+from flowtrain.rollouts.contract import Disown, Done, Push, Pushed, Refused, Unavailable
+from flowtrain.rollouts.ledger.counters import close_shares, count_groups
 from flowtrain.rollouts.ledger.evaluations import evaluation_of, settings_of
 from flowtrain.rollouts.ledger.group_checks import NO_TOKENS, GroupLimits, Summary, TrainedTokens
+from flowtrain.rollouts.ledger.leases import end_leases_of
+from flowtrain.rollouts.ledger.schema import locked
 from flowtrain.rollouts.ledger.sql import Database, Transaction, marks
 from flowtrain.rollouts.ledger.token_accounts import note_group, note_sampled
 from flowtrain.rollouts.rules import GroupFilter, Outcome
 
+_log = logging.getLogger(__name__)
+_DISOWNED = "disowned"
+"""How leases end whose node has damaged weights, and the state of its groups."""
 _LARGE = threading.Lock()
 _LARGE_BYTES = 8 << 20
 """Groups of more bytes are decoded one at a time: as objects they take up to 17 times as much."""
@@ -78,6 +84,9 @@ class Pushes:
                     f"work item {work_item.id} is of task {work_item.task_id!r}, the group of "
                     f"another: {summary.task.id[:100]!r}"
                 )
+            disowned = "SELECT 1 AS is_so FROM nodes WHERE name = ? AND life = ? AND is_current < 0"
+            if transaction.one(disowned, lease.node, lease.life):
+                raise Refused(f"node {request.node!r} has disowned what it made")
             # Again, for it may have been collected while the group was read.
             evaluation = evaluation_of(transaction, request.work_item, is_locked=True)
             is_over = evaluation is not None and evaluation.state != "open"
@@ -94,6 +103,28 @@ class Pushes:
             )
             transaction.run("DELETE FROM live_leases WHERE work_item = ?", request.work_item)
         return Pushed("committed")
+
+    def disown(self, request: Disown) -> Done:
+        """Leave out the groups of a node's process that no batch has had, and end its leases."""
+        key, num = (request.node, request.life), 0
+        own = (
+            "work_item IN (SELECT g.work_item FROM groups g JOIN leases l"
+            " ON l.work_item = g.work_item AND l.attempt = g.attempt"
+            " WHERE l.node = ? AND l.life = ?)"
+        )
+        with locked(self.database) as (transaction, _):
+            current = "SELECT 1 AS is_so FROM nodes WHERE name = ? AND life = ? AND is_current = 1"
+            is_current = transaction.one(current, *key) is not None
+            transaction.run("UPDATE nodes SET is_current = -1 WHERE name = ? AND life = ?", *key)
+            if is_current:
+                end_leases_of(transaction, request.node, _DISOWNED, self.config.dataflow)
+            for policy in transaction.all("SELECT name, newest FROM policies"):
+                step = policy.newest + 1
+                num_closed = close_shares(transaction, policy.name, _DISOWNED, step, own, *key)
+                num = max(num, num_closed)
+        text = "node %s had damaged weights and ends: %d of its groups that waited are left out"
+        _log.warning(text, request.node, num)
+        return Done()
 
     def _keep(self, transaction: Transaction, request: Push, summary: Summary) -> None:
         """Keep the result of a question, with the (oldest, newest) version of each policy."""

@@ -129,7 +129,7 @@ def _groups(transaction: Transaction, policy: str) -> dict[str, dict[str, float]
 
 def _node(node: Any, num_groups: int, recent: Any, now: float, lease_s: float) -> dict[str, Any]:
     is_silent = now - node.seen_s > lease_s
-    state = ("silent" if is_silent else "live") if node.is_current else "ended"
+    state = ("silent" if is_silent else "live") if node.is_current == 1 else "ended"
     return {
         "state": state,
         "seen_s_ago": now - node.seen_s,

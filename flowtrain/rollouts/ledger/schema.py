@@ -14,6 +14,9 @@ How many tokens of each policy a group has is in `tokens`, by lease, so that tho
 came too late are there as well; `sampled` has what each process of a node says it has sampled, and
 `batches.tokens` what its trainer says became of the batch.
 
+`nodes.is_current` is 1 for the process of a node that is at work, 0 for those before it, and -1 for
+one that has disowned its groups: they stay out, also those that come late.
+
 A work item with a number below 0 is a question of an evaluation, and its position one in that
 (`evaluation` is 0 for all others). Its group is a result, and nothing else that trains knows of it.
 An evaluation is open while some of its questions may be left, then complete, and collected once its

@@ -357,6 +357,9 @@ class Node:
 
     async def _leave(self, reason: str) -> None:
         """Push finished groups and give the other leases back, if the dataflow answers in time."""
+        if self._syncer.is_damaged:
+            await self._disown()
+            return
         finished_items = [item for item in self._items.values() if item.payload]
         pushes = [self._member.push(item.lease, item.payload) for item in finished_items]
         work = asyncio.gather(self._release_rest(reason), *pushes, return_exceptions=True)
@@ -373,6 +376,12 @@ class Node:
             if isinstance(error, NotAllowed):
                 continue  # the error that ends the node says so
             _log.error("a work item could not be handed over: %s", error)
+
+    async def _disown(self) -> None:
+        try:
+            await asyncio.wait_for(self._member.disown(), _LEAVE_S)
+        except (TimeoutError, Refused, Unavailable) as error:
+            _log.error("groups of damaged weights may be trained: the dataflow says %r", error)
 
     async def _release_rest(self, reason: str) -> None:
         """Give back leases without a group, and leases that arrived too late to begin."""

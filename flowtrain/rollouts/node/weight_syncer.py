@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from flowtrain.inference.protocol import Engine
+from flowtrain.inference.protocol import Engine, EngineError
 from flowtrain.records import Outage, UserError
 from flowtrain.rollouts.contract import PolicyState
 from flowtrain.weights import Source, StoreError
@@ -45,6 +45,8 @@ class WeightSyncer:
         self._announced: dict[str, int] = {}
         self._news = {policy: asyncio.Event() for policy in stores}
         self._loaded: set[str] = set()
+        self.is_damaged = False
+        """Set once a load has found weights that something else had changed."""
         self._threads = ThreadPoolExecutor(max(1, len(stores)), thread_name_prefix="follow")
 
     @property
@@ -89,8 +91,8 @@ class WeightSyncer:
         return ""
 
     async def run(self) -> None:
-        """Follow the trainers until cancelled. Raises EngineError, and Outage when the first
-        weights do not come, or cannot be loaded, within the patience.
+        """Follow the trainers until cancelled. Raises EngineError, also for damaged weights, and
+        Outage when the first weights do not come, or cannot be loaded, within the patience.
         """
         async with asyncio.TaskGroup() as tasks:
             for policy in self._stores:
@@ -131,6 +133,12 @@ class WeightSyncer:
             if policy not in self._loaded or version != engine.version:
                 engine.load(version)
                 self._loaded.add(policy)
+                if engine.metrics().get("weights_damaged"):
+                    self.is_damaged = True
+                    raise EngineError(
+                        f"something had changed the {policy}'s weights before version {version} "
+                        "was loaded, nobody knows since when: this node disowns its groups"
+                    )
         except StoreError as error:
             if policy not in self._loaded:
                 return f"no weights of the {policy} yet: {error}"

@@ -45,8 +45,8 @@ class Loaded:
     num_deltas: int = 0
     """Batches of deltas: one for each step from version to version."""
     num_damaged: int | None = None
-    """Tensors that something else had changed and that were loaded again; None when the load did
-    not verify all words."""
+    """Tensors that something else had changed and that were loaded again, 1 where a delta met such
+    words first; None when it did not and the load did not verify all words."""
     seconds: float = 0.0
 
     def metrics(self) -> dict[str, float]:
@@ -140,7 +140,7 @@ class WeightReader:
         loaded = self._follow(path)
         self._num_loads += 1
         if self._verify_every > 0 and self._num_loads % self._verify_every == 0:
-            damaged = self.damaged()
+            num_before, damaged = loaded.num_damaged or 0, self.damaged()
             if damaged:
                 _log.warning(
                     "%d tensors were not those of version %d and are loaded again: %s",
@@ -151,7 +151,7 @@ class WeightReader:
                 self._manifest = None
                 obstacle = f"{len(damaged)} tensors were damaged"
                 loaded = self._follow(replace(path, start=None, obstacle=obstacle))
-            loaded = replace(loaded, num_damaged=len(damaged))
+            loaded = replace(loaded, num_damaged=num_before + len(damaged))
         self._target.finish()
         self.source.loaded(version)
         return replace(loaded, seconds=time.monotonic() - started)
@@ -197,11 +197,12 @@ class WeightReader:
         # A rank that cannot take the deltas keeps all of them from doing so.
         obstacle = next(filter(None, self._target.ranks.gather_text(path.obstacle)), "")
         mode, reason = "delta" if path.prepared.batches else "none", ""
+        num_damaged: int | None = None
         if not obstacle:
             try:
                 self._apply(path)
             except _delta.DeltaError as error:
-                obstacle = str(error)
+                obstacle, num_damaged = str(error), 1
         if obstacle:
             mode, reason = "snapshot", obstacle if target.delta_files else target.reason
             if path.start is not None:
@@ -216,7 +217,7 @@ class WeightReader:
             with user_error(problem, _delta.DeltaError, raises=StoreError):
                 path = self._load_snapshot(target)
         num_deltas = len(path.prepared.batches)
-        return Loaded(target.version, mode, reason, num_bytes=path.num_bytes, num_deltas=num_deltas)
+        return Loaded(target.version, mode, reason, path.num_bytes, num_deltas, num_damaged)
 
     def _apply(self, path: UpdatePath) -> None:
         if path.prepared.batches:

@@ -76,6 +76,11 @@ class Engine:
     max_tokens: int = 64
     loads: list[int] = field(default_factory=list)
     error: Exception | None = None
+    num_damaged: int = 0
+    """Tensors that the last load found changed."""
+
+    def metrics(self) -> dict[str, float]:
+        return {"weights_damaged": self.num_damaged}
 
     def load(self, version: int) -> None:
         if self.error is not None:
@@ -536,6 +541,35 @@ def test_a_node_ends_when_another_process_joins_by_its_name(ledger: Ledger, node
 
 
 # ---- weights
+
+
+def test_a_node_with_damaged_weights_disowns_what_it_made(ledger: Ledger, nodes: Nodes) -> None:
+    """Groups of its that wait or that it still holds are not trained; leases go to others."""
+    engine = Engine()
+    node = nodes.make(soon, engine=engine)
+
+    def states() -> dict[str, int]:
+        groups = ledger.status()["policies"]["planner"]["groups"]
+        return {state: group["num"] for state, group in groups.items()}
+
+    async def story() -> None:
+        running = asyncio.create_task(node.run())
+        await until(lambda: states().get("fresh", 0) >= 6)
+        assert not ledger.batch(BatchRequest("planner", 1)).num_missing
+        engine.num_damaged, node._syncer._stores["planner"].newest = 2, 1
+        ledger.progress(Progress("planner", 1, 0))
+        async with asyncio.timeout(30):
+            await running
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(story())
+    why = "changed the planner's weights before version 1 .* this node disowns its groups"
+    assert caught.group_contains(EngineError, match=why, depth=None)
+    assert states().keys() == {"assigned", "disowned"} and states()["disowned"] >= 2
+    assert work_items(ledger)["leased"] == 0
+    assert ledger.batch(BatchRequest("planner", 2)).num_missing == 4
+    run(nodes.make(soon, "b", num_groups=1))
+    assert states()["fresh"] == 1
 
 
 def make_syncer(engine: Engine, store: Store, **options: Any) -> WeightSyncer:
