@@ -156,10 +156,23 @@ def _replies(dialect: Dialect, request: ChatRequest, where: str) -> Iterator[Cal
         if end_id in ids[:-1]:
             end = template.decode([end_id])
             raise UserError(f"{where}: messages.{place} holds {end!r}, which would end it")
+        _check_calls(dialect, messages[place], template.text_of(ids, True), request.tools, where)
         zeros = (0.0,) * len(ids)
         yield Call(conversation.prompt_ids, ids, zeros, (), FinishReason.STOP, text)
         conversation = conversation.add_response(ids, messages[place], ended=True)
         num_read = place + 1
+
+
+def _check_calls(
+    dialect: Dialect, message: Message, text: str, tools: Sequence[Message], where: str
+) -> None:
+    """Raise UserError for calls that a rollout would not read in what is imitated."""
+    names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+    if names and names != [call.name for call in dialect.format.parse(text, tools)[1]]:
+        raise UserError(
+            f"{where}: agent.tool_format does not read the calls that the chat template writes: "
+            f"{text[:80]!r}. Set it to 'auto', or to the template's own format"
+        )
 
 
 def _asking(

@@ -195,6 +195,14 @@ def test_a_row_that_cannot_be_imitated_is_refused_by_name(
     assert problem in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_calls_that_a_rollout_would_not_read_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROW))
+    sections = {"rft": {"conversations": str(path)}, "agent": {"tool_format": "qwen3_coder"}}
+    with pytest.raises(UserError, match=r"line 1: agent\.tool_format does not read the calls"):
+        read_replies(Config.model_validate(sections), styled("qwen2.5"))
+
+
 def test_a_template_that_changes_replies_is_refused(tmp_path: Path) -> None:
     template = TEMPLATES["qwen2.5"][0].replace("+ content }}", "+ content | upper }}")
     with pytest.raises(UserError, match="chat template"):
