@@ -48,8 +48,8 @@ CASES = {
     "by_layer_windows": (LossSpec(), {}),
     "by_layer_walked": (LossSpec(kl_coef=0.1), {"grad_clip": 0.5}),
     "walked_gspo": (LossSpec("gspo", clip_low=0.01, clip_high=0.02), {"rescore": True}),
-    "by_layer_taught": (LossSpec(), {"distill": DistillSpec("jsd", 0.3, from_policy=False)}),
-    "taught_by_itself": (LossSpec(), {"distill": DistillSpec("reverse_kl", 0.5, from_policy=True)}),
+    "by_layer_taught": (LossSpec(), {"distill": DistillSpec("jsd", 0.3, "reference")}),
+    "taught_by_itself": (LossSpec(), {"distill": DistillSpec("reverse_kl", 0.5, "policy")}),
 }
 FACTORS = {
     "by_layer_future": MinibatchFactor(
