@@ -88,7 +88,7 @@ def _load(name: str, context: LoggerContext) -> Logger:
 def open_tensorboard(run_dir: Path, resume_step: int) -> list[Logger]:
     """Open TensorBoard's files; none, with a warning, where its package is not installed."""
     if find_spec("tensorboard") is None:
-        _log.warning("no files of TensorBoard without it: pip install 'flowtrain[plots]'")
+        _log.warning("no files of TensorBoard without it: pip install -e '.[plots]'")
         return []
     return [TensorBoard(run_dir, resume_step)]
 
@@ -169,7 +169,7 @@ def _package(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise UserError(
-            f"the logger {name!r} is not installed: pip install 'flowtrain[{name}]'"
+            f"the logger {name!r} is not installed: pip install -e '.[{name}]'"
         ) from error
 
 

@@ -104,6 +104,6 @@ def _plainly_named(folder: Path) -> Iterator[Path]:
 
 
 def _library(need: str, cure: str) -> Any:
-    with user_error(f"{need} needs pip install 'flowtrain[hub]' {cure}", ImportError):
+    with user_error(f"{need} needs pip install -e '.[hub]' {cure}", ImportError):
         import datasets
     return datasets

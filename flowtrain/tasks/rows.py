@@ -120,7 +120,7 @@ def _table(path: Path) -> Iterator[tuple[int, str, Any]]:
 
 
 def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, str, Any]]:
-    with user_error(f"{path}: Parquet needs pip install 'flowtrain[parquet]'", ImportError):
+    with user_error(f"{path}: Parquet needs pip install -e '.[parquet]'", ImportError):
         import pyarrow
         from pyarrow.parquet import ParquetFile
     problem = f"{path}: cannot be read as Parquet"

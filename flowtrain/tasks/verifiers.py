@@ -17,7 +17,7 @@ from flowtrain.utils.errors import foreign, user_error
 
 COLUMN = "verifiers"
 """The column of a task with {"env": config, "data": row}."""
-_MISSING = "tasks.name='verifiers' needs a package: pip install 'flowtrain[verifiers]'"
+_MISSING = "tasks.name='verifiers' needs a package: pip install -e '.[verifiers]'"
 
 
 def load_environment(options: Mapping[str, Any]) -> Any:

@@ -238,7 +238,7 @@ def _make(
         from torchao.optim import AdamW8bit, _AdamW
     except ImportError as error:
         raise UserError(
-            f"train.optimizer={kind!r} needs torchao: pip install 'flowtrain[torchao]'"
+            f"train.optimizer={kind!r} needs torchao: pip install -e '.[torchao]'"
         ) from error
     make = AdamW8bit if KINDS[kind].is_8bit else _AdamW
     rounds = KINDS[kind].weight_dtype == torch.bfloat16

@@ -82,7 +82,7 @@ def test_wandb_shows_late_numbers_at_their_step(wandb: ScriptedRun, tmp_path: Pa
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("wandb", "trackio"):
         monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(UserError, match=rf"pip install 'flowtrain\[{name}\]'"):
+        with pytest.raises(UserError, match=rf"pip install -e '\.\[{name}\]'"):
             open_loggers(config(loggers=[name]), tmp_path, 0)
 
 

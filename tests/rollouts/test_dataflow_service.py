@@ -519,7 +519,7 @@ def test_the_extra_is_named_when_it_is_missing(
     ledger: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "starlette.requests", None)
-    with pytest.raises(UserError, match=r"pip install 'flowtrain\[serve\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[serve\]'"):
         Service(ledger, ledger.run, TOKEN)
 
 

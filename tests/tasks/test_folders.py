@@ -182,9 +182,9 @@ def test_without_datasets_the_error_says_what_to_do(
     with pytest.raises(UserError) as refused:
         load_tasks("openai/gsm8k")
     text = str(refused.value)
-    assert "pip install 'flowtrain[hub]'" in text and "\n" not in text
+    assert "pip install -e '.[hub]'" in text and "\n" not in text
     assert "hf download openai/gsm8k --repo-type dataset --local-dir FOLDER" in text
-    with pytest.raises(UserError, match=r"a folder needs pip install 'flowtrain\[hub\]'"):
+    with pytest.raises(UserError, match=r"a folder needs pip install -e '\.\[hub\]'"):
         load_tasks(tmp_path)
 
 

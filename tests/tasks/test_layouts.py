@@ -231,7 +231,7 @@ def test_files_that_are_no_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(UserError, match=r"empty\.parquet: holds no tasks"):
         load_tasks(write(tmp_path, "empty.parquet", []))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"needs pip install 'flowtrain\[parquet\]'"):
+    with pytest.raises(UserError, match=r"needs pip install -e '\.\[parquet\]'"):
         load_tasks(tmp_path / "text.parquet")
 
 

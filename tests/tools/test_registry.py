@@ -163,7 +163,7 @@ def test_a_server_without_the_package_names_it(monkeypatch: pytest.MonkeyPatch) 
     asked = Config.model_validate(
         {"agent": {"tools": ["files.read"]}, "mcp": {"files": {"command": ["x"]}}}
     )
-    with pytest.raises(UserError, match=r"pip install 'flowtrain\[mcp\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[mcp\]'"):
         make_tools(asked, TASKS)
 
 

@@ -302,7 +302,7 @@ class PostgresDatabase(Database):
             from psycopg import conninfo, errors, rows
         except ImportError as error:
             raise UserError(
-                "a PostgreSQL database needs psycopg: pip install 'flowtrain[postgres]'"
+                "a PostgreSQL database needs psycopg: pip install -e '.[postgres]'"
             ) from error
         try:
             conninfo.conninfo_to_dict(url)

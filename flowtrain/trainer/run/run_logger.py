@@ -281,7 +281,7 @@ def _draw(path: Path) -> bool:
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        _log.warning("no curves.png without matplotlib: pip install 'flowtrain[plots]'")
+        _log.warning("no curves.png without matplotlib: pip install -e '.[plots]'")
         return False
     curves.plot_curves(path)
     return True

@@ -189,9 +189,7 @@ def require(*modules: str) -> None:
         try:
             __import__(module)
         except ImportError as error:
-            raise UserError(
-                f"a server needs {error.name}: pip install 'flowtrain[serve]'"
-            ) from error
+            raise UserError(f"a server needs {error.name}: pip install -e '.[serve]'") from error
 
 
 def address(listener: socket.socket) -> str:

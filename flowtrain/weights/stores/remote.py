@@ -185,7 +185,7 @@ class Bucket:
             from obstore.store import from_url
         except ImportError as error:
             raise UserError(
-                f"{self.url}: buckets need obstore; pip install 'flowtrain[objects]'"
+                f"{self.url}: buckets need obstore; pip install -e '.[objects]'"
             ) from error
         self._api, self._errors = obstore, exceptions
         options: Any = {
