@@ -1,7 +1,7 @@
-"""The agents by name: our own, those of other packages by entry point `flowtrain.agents`, and those
-of users' files, `agent.name = "my_agent.py:MyAgent"`.
+"""The registry of agents: built-in ones, entry points `flowtrain.agents` of other packages, and
+classes in user files, `agent.name = "my_agent.py:MyAgent"`.
 
-Each name stands for a class, or another callable, that makes the agent from an `AgentContext`;
+Each name stands for a class or another callable that makes an agent from an `AgentContext`;
 docs/agents/custom.md shows one from end to end.
 """
 
@@ -32,31 +32,32 @@ BUILT_IN = plugins.built_in(
 
 
 def _any(config: Config, tokenizer: ChatTokenizer) -> None:
-    """Take every config and tokenizer."""
+    """Accept every config and tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentKind:
-    """A kind of agent: how one is made, and what its rollouts can do besides running through.
+    """A kind of agent: its constructor, and the abilities of its rollouts.
 
-    A class that makes agents has these as attributes; what it lacks, it cannot do.
+    The class of an agent declares these fields as attributes; a missing attribute means a missing
+    ability.
     """
 
     make: Callable[[AgentContext], Agent]
     can_branch: bool = False
-    """A rollout can begin within another one (`start`), as APPO's do."""
+    """A rollout can start within another one (`start`), as APPO requires."""
     takes_hints: bool = False
-    """It hands hints to stuck rollouts, as InfoFlow does."""
+    """The agent passes hints to stuck rollouts, as InfoFlow requires."""
     trains: tuple[PolicyName, ...] | None = None
-    """The policies that it samples from. (): one, whatever the config calls it; None: those that
-    the config names."""
+    """The policies that the agent samples from. (): a single one of any name; None: all policies of
+    the config."""
     check: Callable[[Config, ChatTokenizer], None] = _any
-    """Raises UserError, before any engine starts, for a config or a tokenizer of the planner that
-    it cannot work with."""
+    """Raises UserError, before any engine starts, for a config or a planner's tokenizer that does
+    not suit the agent."""
 
     @classmethod
     def of(cls, make: Callable[[AgentContext], Agent]) -> AgentKind:
-        """Read what the agents of a class can do off its attributes."""
+        """Return the kind that the attributes of a class declare."""
         return cls(
             make,
             can_branch=getattr(make, "can_branch", False),
@@ -67,10 +68,10 @@ class AgentKind:
 
 
 def load_kind(config: Config) -> AgentKind:
-    """Load what `agent.name` names.
+    """Return the kind of agent that `agent.name` selects.
 
-    Raises UserError for an unknown name, for code that cannot be imported, and for a policy that
-    the agent does not sample from.
+    Raises UserError for an unknown name, for code that fails to import, and for a policy that the
+    agent does not sample from.
     """
     name = config.agent.name
     kind = _load(name)

@@ -22,7 +22,8 @@ _HOMES = {
     "stores.folder": ("Source", "WeightStore"),
     "stores.remote": ("RemoteStore", "open_source"),
 }
-"""Names by the module that has them, imported when asked for: a server of files needs no torch."""
+"""Names by the module that defines them. Modules are imported on first use, so that a file server
+needs no torch."""
 
 __all__ = [
     "Loaded",

@@ -1,7 +1,7 @@
-"""Verify a weight store, serve it, clean it up.
+"""Verify, serve and clean a weight store.
 
-LOCATION is the folder that holds HEAD, or its URL; FLOWTRAIN_TOKEN is the token for it.
-Exit codes: 0 all is well, 1 something is damaged or missing, 2 the command was not understood.
+LOCATION is the folder that holds HEAD, or its URL; FLOWTRAIN_TOKEN is the token for it. Exit codes:
+0 all is well, 1 a file is damaged or missing, 2 the command was not understood.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def _versions(source: Source) -> list[int]:
 
 
 def _list(source: Source) -> list[int]:
-    """List the versions in order. Other machines have no listing: follow the deltas back from HEAD
-    and, where there are none, go to the number before.
+    """Return the versions in order. Other machines offer no listing, so follow the deltas back from
+    HEAD and, without deltas, try the previous number.
     """
     if isinstance(source, WeightStore):
         return source.versions()

@@ -1,5 +1,5 @@
-"""The per-token results of a policy loss, and what people log of them, reduced on the device: no
-value is read by the host.
+"""The per-token results of a policy loss and the statistics to log, reduced on the device without a
+wait of the host.
 """
 
 from __future__ import annotations
