@@ -113,7 +113,7 @@ class Policy:
         stop_strings: tuple[str, ...] = (),
     ) -> Call:
         """Sample a response, or the continuation of `prefix`, and return the call. Raises
-        PromptTooLong for a prompt that leaves no position to sample.
+        PromptTooLong if prompt and response limit exceed the model's positions.
 
         Args:
             max_new_tokens: a limit below the policy's own.

@@ -1,11 +1,12 @@
-"""APPO (arXiv 2606.12384): branch where a choice mattered, and credit the choices that led to the
+"""APPO (arXiv 2606.12384): branch at decisive tokens, and credit the choices that led to the
 branch.
 
-Of the M rollouts of a question N are roots; the others leave a root in the middle of a response
-(`algorithms/branching.py` picks where, `Flow.run` rewinds). Only roots are trained. A token of a
-root has two advantages: that of its rollout among the roots, and the mean of those of the branches
-that share it, among the branches (dual groups, eq. 6). The future-aware factor of eqs. 7 and 8 is
-part of the loss (`flowkernels.future_aware`), because it depends on the current policy.
+Of the M rollouts per question N are roots; the others branch off a root in the middle of a response
+(`algorithms/branching.py` chooses the token, `Flow.run` rewinds). Only roots are trained. A token
+of a root has two advantages: the advantage of its rollout among the roots, and the mean advantage,
+among the branches, of the branches that share the token (dual groups, eq. 6). The future-aware
+factor of eqs. 7 and 8 is part of the loss (`flowkernels.future_aware`), because it depends on the
+current policy.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Appo(Algorithm):
 
     @property
     def branches_against_reference(self) -> bool:
-        """Tell whether branching asks how far the policy is from where training started."""
+        """Return whether branch scores compare the policy with the initial policy."""
         return (self.config.appo.rule, self.config.appo.omega) == ("score", "reference")
 
     @property
@@ -90,8 +91,8 @@ class Appo(Algorithm):
         return _dual(group, is_one_group=self.config.appo.advantage_groups == "single")
 
     def token_loss(self, spec: LossSpec) -> LossSpec | TokenLossFn:
-        """Multiply the advantages by the future-aware factor (eqs. 7 and 8), where a row of turns
-        is enough to know it.
+        """Return the loss with future-aware advantages (eqs. 7 and 8), if a row of turns suffices
+        to compute the factor.
         """
         from flowkernels import future_aware
 
@@ -100,8 +101,8 @@ class Appo(Algorithm):
         return future_aware(spec, self._future_ratio())
 
     def minibatch_factor(self) -> MinibatchFactor | None:
-        """Take the future-aware factor over whole rollouts, and sequences that the dual clip bounds
-        out of the mean, where either is asked for.
+        """Return the future-aware factor over whole rollouts, or the one that removes dual-clipped
+        sequences from the mean, if the options request either.
         """
         from flowkernels import future_factor
 
@@ -168,8 +169,8 @@ class Appo(Algorithm):
             )
 
     def check_nodes(self) -> None:
-        """Check what a node divides: its sampler's log-probs by another policy's, or the reverse.
-        Both must be of the same distribution.
+        """Raise UserError if the log-probs that a node divides, the sampler's and another policy's,
+        do not belong to the same kind of distribution.
         """
         config, rollout = self.config, self.config.rollout
         if config.appo.rule != "score":
@@ -219,8 +220,8 @@ class Appo(Algorithm):
 
 
 def _dual(group: Group, *, is_one_group: bool) -> Credits:
-    """Compute the advantages of the roots' tokens: that of the root, and the mean of those of the
-    branches that left it later; branches are not trained.
+    """Return the advantages of the roots' tokens: the root's own plus the mean advantage of the
+    branches that leave later; branches are not trained.
 
     `is_one_group`: normalise the rewards of roots and branches together.
     """
@@ -248,8 +249,8 @@ def _dual(group: Group, *, is_one_group: bool) -> Credits:
 def _of_turn(
     turn: int, num_tokens: int, advantage: float, branches: Sequence[tuple[int, int, float]]
 ) -> list[float]:
-    """Return the advantages of a turn's tokens. `branches`: turn, token and advantage of those that
-    left the rollout; the tokens before are theirs too.
+    """Return the advantages of a turn's tokens. `branches`: turn, token and advantage of each
+    branch of the rollout, which shares the tokens before.
     """
     # A branch that left in a later turn shares all tokens of this one.
     shared = [(num_tokens if at > turn else token, a) for at, token, a in branches if at >= turn]

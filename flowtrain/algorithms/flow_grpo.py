@@ -1,9 +1,9 @@
 """Flow-GRPO (AgentFlow, arXiv 2510.05592, section 3.2): one final reward, broadcast to every turn.
 
 Two modes. "paper": the advantage is normalised over the G trajectories (population std) and the
-objective averages over trajectories, then turns, then tokens. "released": what AgentFlow's code
-does: statistics over all turn samples of the question (std with N - 1), and a mean over all tokens
-of the mini-batch, so long answers and many-turn rollouts weigh more.
+objective averages over trajectories, then turns, then tokens. "released" follows AgentFlow's code:
+statistics over all turn samples of the question (std with N - 1), and a mean over all tokens of the
+mini-batch, so long answers and many-turn rollouts weigh more.
 """
 
 from __future__ import annotations

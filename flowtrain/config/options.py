@@ -87,7 +87,7 @@ def parse_over(text: str, argv: Sequence[str]) -> Config:
 
 
 def shows_config(argv: Sequence[str]) -> bool:
-    """Tell whether the command line asks for its config instead of a run. Raises UserError."""
+    """Return whether the command line asks for its config instead of a run. Raises UserError."""
     value = _split(argv)[1].get(_SHOW_CONFIG, "false")
     if value not in ("true", "false"):
         raise UserError(f"--{_SHOW_CONFIG} {_shown(value)} must be true or false")

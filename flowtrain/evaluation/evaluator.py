@@ -112,7 +112,7 @@ class Evaluator:
     """The questions of `eval.benchmarks`, by name."""
 
     def is_due(self, step: int) -> bool:
-        """Tell whether `eval.every` asks for an evaluation after `step`."""
+        """Return whether `eval.every` asks for an evaluation after `step`."""
         interval = self.components.config.eval.every
         return interval > 0 and step % interval == 0
 

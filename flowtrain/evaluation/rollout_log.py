@@ -102,7 +102,7 @@ class RolloutLog(ABC, Generic[Key]):
         """Return what a line says of a rollout; "step" must be among it."""
 
     def is_done(self, key: Key) -> bool:
-        """Tell whether there is a rollout that did not fail."""
+        """Return whether there is a rollout that did not fail."""
         return key in self.entries and not self.entries[key].error
 
     def repair(self) -> None:

@@ -178,7 +178,7 @@ def _num(pair: tuple[Sequence[int], Sequence[int]]) -> int:
 
 
 def _begins_with(ids: Sequence[int], prompt: Sequence[int], response: Sequence[int]) -> bool:
-    """Tell whether ids begin with a prompt and its response; of the two the response, which is
+    """Return whether ids begin with a prompt and its response; of the two the response, which is
     short, is looked at first.
     """
     num, end = len(prompt), len(prompt) + len(response)

@@ -143,7 +143,7 @@ def manifest(seed: int, argv: Sequence[str], world_size: int) -> dict[str, Any]:
 
 
 def is_used(folder: Path, config_toml: str) -> bool:
-    """Tell whether a folder holds more than what is there before a run has begun: the lock, and
+    """Return whether a folder holds more than what is there before a run has begun: the lock, and
     what one of the same config left that was killed before it had its manifest.
     """
 

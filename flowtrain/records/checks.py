@@ -1,5 +1,5 @@
-"""Checks of sampled tokens and of the parts of a reward: the trainer and the dataflow's service ask
-the same of them.
+"""Checks of sampled tokens and of the parts of a reward, which the trainer and the dataflow service
+share.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from flowtrain.records.sample import Sample
 from flowtrain.records.sampling import Call
 
 MIN_LOGPROB, MAX_LOGPROB = -50.0, 1e-3
-"""Log-probs of a sampler, in nats: nobody draws a token of probability e^-50, whose ratio to
-another policy would overflow the gradient's norm; and above 0 there are only roundings."""
+"""Log-probs of a sampler, in nats: no sampler draws a token of probability e^-50, whose ratio to
+another policy would overflow the gradient's norm, and only rounding errors lie above 0."""
 MAX_PARTS = 32
 """Parts of a reward, and"""
 MAX_PART_NAME = 64
@@ -20,7 +20,7 @@ MAX_PART_NAME = 64
 
 
 def length_problem(tokens: Sample | Call, max_positions: int) -> str:
-    """Say that prompt and response are longer than the model; "" when they fit."""
+    """Return an error text if prompt and response exceed the model's positions, else ""."""
     # The last response token is a target but never an input.
     num_inputs = len(tokens.prompt_ids) + len(tokens.response_ids) - 1
     if num_inputs <= max_positions:
@@ -29,7 +29,7 @@ def length_problem(tokens: Sample | Call, max_positions: int) -> str:
 
 
 def token_problem(tokens: Sample | Call, vocab_size: int) -> str:
-    """Say why a model of `vocab_size` tokens cannot read prompt and response; "" when it can."""
+    """Return why a model of `vocab_size` tokens cannot read prompt and response; "" if it can."""
     if not tokens.prompt_ids:
         return "its prompt is empty"
     for ids in (tokens.prompt_ids, tokens.response_ids):
@@ -57,8 +57,8 @@ def token_problem(tokens: Sample | Call, vocab_size: int) -> str:
 
 
 def routes_problem(tokens: Sample | Call, sizes: tuple[int, int, int] | None = None) -> str:
-    """Say why routes are not those of the tokens, or of a model with `sizes`: (layers with a
-    router, experts chosen per token, all experts); "" when they fit, or there are none.
+    """Return why routes do not match the tokens or a model with `sizes`: (layers with a router,
+    experts chosen per token, all experts); "" if they match or are None.
     """
     routes = tokens.routes
     if routes is None or not tokens.response_ids:
@@ -88,7 +88,7 @@ def _id_problem(ids: Iterable[int], vocab_size: int) -> str:
 
 
 def logprob_problem(logprobs: Iterable[float]) -> str:
-    """Say that a log-prob is none of a sampled token; "" when all may be."""
+    """Return an error text if a log-prob is impossible for a sampled token, else ""."""
     for logprob in logprobs:
         if not MIN_LOGPROB <= logprob <= MAX_LOGPROB:
             return (
@@ -99,7 +99,7 @@ def logprob_problem(logprobs: Iterable[float]) -> str:
 
 
 def part_problem(parts: Mapping[str, float]) -> str:
-    """Say what is wrong with the parts of a reward; "" if nothing."""
+    """Return an error text for invalid parts of a reward, else ""."""
     if len(parts) > MAX_PARTS:
         return f"{len(parts)} parts, {MAX_PARTS} are allowed"
     for name, part in parts.items():

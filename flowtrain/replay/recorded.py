@@ -113,7 +113,7 @@ class Recorded:
         return last_step
 
     def is_hole(self, step: int) -> bool:
-        """Tell whether a step was trained without the option, so that nothing was kept of it."""
+        """Return whether a step was trained without the option, so that nothing was kept of it."""
         next_step = min((number for number in self.steps if number > step), default=0)
         return step not in self.steps and any(step <= start < next_step for start in self.lives)
 

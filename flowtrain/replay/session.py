@@ -336,8 +336,8 @@ def _on_threads(recorded: Recorded, steps: range) -> str:
 
 
 def _has_same_sums(line: Mapping[str, Any], world: World) -> bool:
-    """Tell whether these ranks add up in the order of those that wrote a line. A lone trainer that
-    had one sampler trained the rows that both as one make.
+    """Return whether these ranks add up in the order of those that wrote a line. A lone trainer
+    that had one sampler trained the rows that both as one make.
     """
     num_ranks, num_trainers = line["num_ranks"], line["num_trainers"]
     is_pair = (num_ranks, num_trainers, world.size) == (2, 1, 1)

@@ -143,12 +143,12 @@ def nodes_at_work(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_warm(node: Mapping[str, Any]) -> bool:
-    """Tell whether it has made a group, or has found nothing to do."""
+    """Return whether it has made a group, or has found nothing to do."""
     return bool(node["num_groups"] or node["waited_s"])
 
 
 def _has_stepped(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Tell whether each trainer at work has ended a step in between: it tells then how long it
+    """Return whether each trainer at work has ended a step in between: it tells then how long it
     waited, for that step too, before the nodes were warm.
     """
     return all(

@@ -1,5 +1,4 @@
-"""The protocol of tools, and `run_tool`, which turns every outcome of a tool into a `ToolResult`.
-"""
+"""The protocol of tools, and `run_tool`, which turns every outcome of a tool into a `ToolResult`."""
 
 from __future__ import annotations
 
@@ -149,9 +148,9 @@ async def run_tool(
     """Call `tool.execute(**arguments)` and return a result within `timeout_s`, whatever the
     outcome.
 
-    Texts longer than `max_chars` characters lose their middle, which a note of its own length
-    replaces. A tool that ignores its cancellation is abandoned. Only the caller's own cancellation
-    propagates.
+    Texts longer than `max_chars` characters lose their middle; the note about the omission adds to
+    the length. A tool that ignores its cancellation is abandoned. Only the caller's own
+    cancellation propagates.
     """
     start = time.perf_counter()
     result = await _call_within(tool, arguments, timeout_s)

@@ -121,7 +121,7 @@ class Checkpoints:
 
     @property
     def has_failed(self) -> bool:
-        """Tell whether the newest checkpoint could not be written. Not collective."""
+        """Return whether the newest checkpoint could not be written. Not collective."""
         written = self._written
         return written is not None and written.done() and written.exception() is not None
 

@@ -62,7 +62,7 @@ class Heartbeat:
             self._sign = self._store.get(self._next)
 
     def misses(self) -> bool:
-        """Tell whether the next rank is lost, at each beat.
+        """Return whether the next rank is lost, at each beat.
 
         Beats are counted, not seconds: a machine that was suspended as a whole has lost nobody.
         """

@@ -224,7 +224,7 @@ class ShardOptimizer:
 
 
 def _is_matrix(name: str, weight: Tensor) -> bool:
-    """Tell whether a weight decays by the field's habit; biases of experts are stacked."""
+    """Return whether a weight decays by the field's habit; biases of experts are stacked."""
     return weight.dim() > 1 and not name.endswith("bias")
 
 

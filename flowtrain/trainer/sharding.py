@@ -228,5 +228,5 @@ def units_of(model: PreTrainedModel, num_ranks: int) -> list[list[nn.Module]]:
 
 
 def is_sharded_by_layer(model: PreTrainedModel) -> bool:
-    """Tell whether a model is gathered by its `units_of` layers; else it is gathered whole."""
+    """Return whether a model is gathered by its `units_of` layers; else it is gathered whole."""
     return model.num_parameters() > _SMALL

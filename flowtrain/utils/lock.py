@@ -127,7 +127,7 @@ def _close_in_child() -> None:
 
 
 def _is_in_place(path: Path, descriptor: int) -> bool:
-    """Tell whether the file that is open still has its name."""
+    """Return whether the file that is open still has its name."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:

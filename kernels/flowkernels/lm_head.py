@@ -140,8 +140,7 @@ class Gradients:
         return cls(hidden, bias, needs[1])
 
     def clear_hidden(self, row_C: Tensor | slice = slice(None)) -> None:
-        """Zero these rows of the hidden states' gradient, because not all of them will be written.
-        """
+        """Zero these rows of the hidden states' gradient, because not all of them will be written."""
         if self.hidden_TD is not None:
             self.hidden_TD[row_C] = 0
 

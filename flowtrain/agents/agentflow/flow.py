@@ -140,7 +140,7 @@ class Flow:
         return replace(self, hints=hints)
 
     def close(self) -> None:
-        """It holds nothing: tools and engines are its maker's."""
+        """Do nothing: the creator of the flow owns its tools and engines."""
 
     def shown_before(self, trajectory: Trajectory, turn: int) -> Memory:
         """Return the memory that the modules read in that turn, without a hint."""

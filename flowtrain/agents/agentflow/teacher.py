@@ -116,7 +116,7 @@ _ROLES: Mapping[PolicyName, tuple[Callable[..., Any], Callable[..., tuple[object
 
 
 def is_readable(turn: Turn, policy: PolicyName) -> bool:
-    """Tell whether what a teacher wrote in a turn as that policy could be read and obeyed.
+    """Return whether what a teacher wrote in a turn as that policy could be read and obeyed.
 
     It could not where the reply names no action, or a tool that is not there.
     """

@@ -169,7 +169,7 @@ class Command:
                 await child.wait()
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: there are no resources to release."""
 
 
 def _read_outcome(path: Path) -> Outcome:

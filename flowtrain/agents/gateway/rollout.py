@@ -84,7 +84,7 @@ class _Attempt:
 
     @property
     def is_lost(self) -> bool:
-        """Tell whether it has no response and will have none."""
+        """Return whether it has no response and will have none."""
         if not self.task.done():
             return self.task.cancelling() > 0
         return self.task.cancelled() or self.task.exception() is not None

@@ -172,7 +172,7 @@ def settings_of(evaluation: Any) -> EvalSettings:
 
 
 def is_any_left(transaction: Transaction) -> bool:
-    """Tell whether a question waits or is under way."""
+    """Return whether a question waits or is under way."""
     return any(num_left(transaction, evaluation.id) for evaluation in _open(transaction))
 
 

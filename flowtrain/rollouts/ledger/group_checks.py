@@ -255,7 +255,7 @@ class GroupLimits:
 
 
 def _shares_tokens(rollout: Trajectory, group: Group, branch: BranchPoint) -> bool:
-    """Tell whether the tokens up to the branch are the parent's, which they give credit to."""
+    """Return whether the tokens up to the branch are the parent's, which they give credit to."""
     turns = group.trajectories[branch.parent].turns
     if not (0 <= branch.turn < min(len(rollout.turns), len(turns))):
         return False

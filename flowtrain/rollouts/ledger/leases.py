@@ -194,9 +194,9 @@ class LeaseBook:
         return Lease(row.id, attempt, unpack(bytes(row.task), Task), seed, row.position)
 
     def ends_overdue(self, now: float) -> bool:
-        """Tell whether the next request ends the leases that have run out. None does for the length
-        of a lease after the service began, or its database came back that was away for half as
-        long: nodes could not renew theirs.
+        """Return whether the next request ends the leases that have run out. None does for the
+        length of a lease after the service began, or its database came back that was away for half
+        as long: nodes could not renew theirs.
         """
         lease_s = self.config.dataflow.lease_s
         if self._steady_since is None or self.database.take_outage_s() > lease_s / 2:

@@ -85,7 +85,7 @@ class Ledger:
             return read_openings(transaction, self.config.dataflow, self._ends_overdue)
 
     def answers(self) -> bool:
-        """Tell whether the database answers."""
+        """Return whether the database answers."""
         try:
             with self.database.read() as transaction:
                 transaction.one("SELECT 1 AS answer")

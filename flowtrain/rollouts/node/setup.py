@@ -140,7 +140,7 @@ def _make_answer(
 
 
 def _branches(components: RunComponents) -> bool:
-    """Tell whether some rollouts of a group leave others of it."""
+    """Return whether some rollouts of a group leave others of it."""
     return components.algorithm.num_roots != components.config.rollout.group_size
 
 

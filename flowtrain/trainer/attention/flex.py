@@ -230,7 +230,7 @@ class FlexTree:
 
 
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, *options: object) -> bool:
-    """Tell whether a library's call can have a part of a layer: cuDNN knows 16 bits alone."""
+    """Return whether a library's call can have a part of a layer: cuDNN knows 16 bits alone."""
     has_none = all(option is None for option in options)
     return has_none and key.shape == value.shape and query.itemsize <= (2 if query.is_cuda else 8)
 

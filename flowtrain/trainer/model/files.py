@@ -92,7 +92,7 @@ def stored(path: str, key: str) -> dict[str, tuple[Path, str]]:
 
 
 def has_own_head(path: str, key: str, ties: Mapping[str, str]) -> bool:
-    """Tell whether the files of a folder hold a tensor apart from the one that the config ties it
+    """Return whether the files of a folder hold a tensor apart from the one that the config ties it
     to: another tensor, not a copy.
     """
     # Files of a model with more parts have other beginnings of names.

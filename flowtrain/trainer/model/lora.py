@@ -69,7 +69,7 @@ def add_adapter(
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Tell whether `add_adapter` was called on the model."""
+    """Return whether `add_adapter` was called on the model."""
     return bool(_layers(model))
 
 
@@ -151,12 +151,12 @@ def save_config(model: nn.Module, path: Path) -> None:
 
 
 def is_adapter_name(name: str) -> bool:
-    """Tell whether a saved tensor is A or B of an adapter, by its name."""
+    """Return whether a saved tensor is A or B of an adapter, by its name."""
     return name.startswith(ADAPTER_PREFIX)
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Tell whether a folder holds an adapter instead of a model."""
+    """Return whether a folder holds an adapter instead of a model."""
     return (Path(path) / _CONFIG).exists()
 
 
@@ -239,8 +239,8 @@ def merge_saved(model: PreTrainedModel, path: str, key: str = "model.path") -> P
 
 
 def unties(model: PreTrainedModel, path: str, key: str = "model.path") -> bool:
-    """Tell whether a saved adapter changes the head or the embeddings of a model, which is tried on
-    one without memory.
+    """Return whether a saved adapter changes the head or the embeddings of a model, which is tried
+    on one without memory.
     """
     from peft import PeftConfig, get_peft_model
 

@@ -103,7 +103,7 @@ class Run:
         yield from steps[end:]
 
     def is_interrupted(self) -> bool:
-        """Tell whether some rank was asked to end. Raises what a checkpoint could not be written
+        """Return whether some rank was asked to end. Raises what a checkpoint could not be written
         for, on every rank.
         """
         # One exchange for both, after which all ranks do the same.
@@ -259,7 +259,7 @@ class Run:
         self.learner.wait_for_checkpoint()
 
     def is_checkpoint_due(self, step: int) -> bool:
-        """Tell whether `checkpoint.every` asks for one after `step`; the last has its own."""
+        """Return whether `checkpoint.every` asks for one after `step`; the last has its own."""
         interval = self.config.checkpoint.every
         return interval > 0 and step % interval == 0 and step < self.config.train.num_steps
 

@@ -144,7 +144,7 @@ class Follower:
         return 0
 
     def has_failed(self) -> bool:
-        """Tell whether the newest checkpoint could not be written; not collective."""
+        """Return whether the newest checkpoint could not be written; not collective."""
         return False
 
 

@@ -85,7 +85,7 @@ def pause_s(num_failures: int, first_s: float, longest_s: float) -> float:
 
 
 def may_pass(status: int) -> bool:
-    """Tell whether a request with this HTTP status may succeed later."""
+    """Return whether a request with this HTTP status may succeed later."""
     return status in _PASSING or status >= 500
 
 
