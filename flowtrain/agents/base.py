@@ -19,9 +19,7 @@ from flowtrain.tools import Tool
 
 
 class Agent(Protocol):
-    """Produces rollouts. An agent keeps no state of a rollout, so any number of rollouts may run at
-    once.
-    """
+    """Produces rollouts and keeps no state of one, so any number may run at once."""
 
     async def run(
         self, task: Task, seed: int, cutoff: Cutoff | None = None, start: BranchStart | None = None

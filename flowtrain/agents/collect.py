@@ -102,9 +102,7 @@ class RolloutRequest:
 
 
 def missing(group: Group, points: Sequence[BranchPoint], group_size: int) -> list[RolloutRequest]:
-    """Return requests for the missing rollouts of a group: one branch per point, then whole
-    rollouts.
-    """
+    """Return requests for a group's missing rollouts: a branch per point, then whole ones."""
     task = group.trajectories[0].task
     numbers = range(len(group.trajectories), group_size)
     starts = [BranchStart(group.trajectories[point.parent], point) for point in points]

@@ -16,9 +16,7 @@ from flowtrain.records import Call, FinishReason, PolicyName, Sampling, Task, Ve
 
 
 class PromptTooLong(Exception):
-    """Raised for a prompt longer than the model's positions; the rollout ends with its finished
-    turns.
-    """
+    """A prompt exceeds the model's positions; the rollout ends with its finished turns."""
 
 
 class Moment(NamedTuple):
@@ -78,9 +76,7 @@ def joined(beginning: Call, later: Call) -> Call:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A trainable policy as agents see it: token ids in, token ids out. Implements `Voice` for its
-    module.
-    """
+    """A trainable policy: token ids in, token ids out. Implements `Voice` for its module."""
 
     is_frozen: ClassVar[bool] = False
 
@@ -165,9 +161,7 @@ class Policy:
         return Call(prompt_ids, ids, (0.0,) * len(ids), (), FinishReason.STOP, text)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the ids of a text. Special tokens in the text are recognised only if a chat
-        template wrote them.
-        """
+        """Return the ids of a text, in which only a chat template's special tokens are special."""
         return tuple(encode_plain(self.tokenizer, text))
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:

@@ -49,8 +49,7 @@ class AgentKind:
     takes_hints: bool = False
     """The agent passes hints to stuck rollouts, as InfoFlow requires."""
     trains: tuple[PolicyName, ...] | None = None
-    """The policies that the agent samples from. (): a single one of any name; None: all policies of
-    the config."""
+    """Policies that the agent samples from. (): one, of any name; None: all of the config's."""
     check: Callable[[Config, ChatTokenizer], None] = _any
     """Raises UserError, before any engine starts, for a config or a planner's tokenizer that does
     not suit the agent."""

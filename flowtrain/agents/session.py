@@ -48,9 +48,7 @@ _ToolRequest = tuple[str, Mapping[str, object], str]
 
 
 class RolloutEnded(Exception):
-    """Raised in a program when a limit ends the rollout; `reason` is a value of
-    `Trajectory.truncated`.
-    """
+    """A limit ended the rollout; `reason` is a value of `Trajectory.truncated`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -103,9 +101,7 @@ class Session:
         return next(iter(self.policies.values()))
 
     def policy_of(self, name: PolicyName = "") -> Policy:
-        """Return the policy of this name; "" names the first one. Raises UserError for an unknown
-        name.
-        """
+        """Return a policy by name; "" is the first. Raises UserError for an unknown name."""
         if not name:
             return self.policy
         if name not in self.policies:
@@ -189,9 +185,7 @@ class Session:
         return self._record(number, Turn({name: call}, None, Verdict.CONTINUE, took_s, took_s))
 
     def _next_call(self) -> int:
-        """Return the number of the next response, from 0. Raises RolloutEnded when no turns or no
-        time are left.
-        """
+        """Return the next response's number, from 0. Raises RolloutEnded without turns or time."""
         # Responses under way count, or calls side by side would exceed the limit.
         if len(self._turns) + self._num_waiting >= self._max_turns:
             raise RolloutEnded("turns")
@@ -234,9 +228,7 @@ class Session:
         return results
 
     def record_tool(self, call: Call, used: ToolCall) -> None:
-        """Record a tool call that ran outside the session, in the turn of the response that asked
-        for it.
-        """
+        """Record a tool call that ran outside the session, in the turn that requested it."""
         if self._is_again(call):
             return
         earlier_calls = self._turn(call).tool_calls

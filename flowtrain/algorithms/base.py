@@ -140,7 +140,7 @@ class Algorithm:
         return broadcast(group, self.credit([reward_of(rollout) for rollout in group.finished]))
 
     def advantages(self, groups: Sequence[Group]) -> TrainBatch:
-        """Return this rank's scored groups of a step as samples with advantages and loss weights."""
+        """Return a step's scored groups of this rank as samples with advantages and weights."""
         options, rollout = self.config.algorithm, self.config.rollout
         if options.overlong_buffer:
             groups = [self._punished(group) for group in groups]

@@ -57,8 +57,7 @@ class Config(Section):
     agent: Agent = Agent()
     gateway: Gateway = Gateway()
     roles: Roles = Roles()
-    """With agents other than AgentFlow, executor, verifier and generator default to rules, and
-    tools to none."""
+    """Without AgentFlow, executor, verifier and generator default to rules, and tools to none."""
     engines: dict[str, Chat] = Field(default_factory=dict)
     """Named language models for the roles."""
     policies: dict[PolicyKey, Policy] = Field(default_factory=dict)

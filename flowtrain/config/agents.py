@@ -43,12 +43,10 @@ class Agent(Section):
     the answer (RLVR); tools: the policy calls tools through its own chat template and reads their
     results until it answers (docs/agents/tools.md); gateway: a program that calls an
     OpenAI-compatible endpoint ([gateway], docs/agents/gateway.md); FILE.py:NAME or
-    PACKAGE.MODULE:NAME: a custom agent; or an entry point in the group flowtrain.agents
-    (docs/agents)"""
+    PACKAGE.MODULE:NAME: a custom agent; or an entry point flowtrain.agents"""
     instructions: str = ""
     """name = "single": text after the question; name = "tools": the system message. The answer is
-    the content of the last <answer>...</answer> in the last response, or the whole response without
-    such tags"""
+    the content of the last response's last <answer>...</answer>, or else the whole response"""
     tool_format: ToolFormatName = "auto"
     """name = "tools" or "gateway": format of the policy's tool calls (docs/agents/tools.md); auto:
     the chat template's, or xml for a template without tools"""
@@ -69,8 +67,7 @@ class Agent(Section):
     class, tools of installed packages (docs/tools.md), and "NAME.tool" or "NAME.*" of the server
     [mcp.NAME]"""
     tool_engines: dict[str, str] = Field(default_factory=dict)
-    """models for single tools, instead of roles.tools: names in [engines], by tool: {Python_Coder =
-    "coder"}"""
+    """engines of single tools, instead of roles.tools, by tool: {Python_Coder = "coder"}"""
     max_turns: PositiveInt = 3
     """turns per rollout in training (AgentFlow: 3)"""
     eval_max_turns: PositiveInt = 10
@@ -86,8 +83,8 @@ class Agent(Section):
     """sandbox for the code of Python_Coder (docs/tools.md); auto: seccomp, or bubblewrap if
     python_packages is set"""
     python_packages: tuple[str, ...] = ()
-    """installed packages that the code may import, along with everything in the same site-packages:
-    ["numpy", "sympy"]"""
+    """packages that the code may import, with all that is installed beside them: ["numpy", "sympy"]
+    """
     code_timeout_s: PositiveFloat = Field(10.0, le=3600)
     """CPU seconds for the code, at most tool_timeout_s; code that sleeps ends after ten times as
     many seconds of wall time (AgentFlow: 10 s of wall time)"""

@@ -68,8 +68,8 @@ class Algorithm(Section):
     """M2PO, for stale rollouts: clip each mini-batch so that the mean square of the log-ratios
     moving away stays at most this, e.g. 0.04; unset: off"""
     shuffle_rewards: bool = False
-    """control experiment: permute the rewards of a step at random, so that the policy should learn
-    nothing"""
+    """control experiment: permute the rewards of a step at random; the policy should learn nothing
+    """
 
     @field_validator("loss")
     @classmethod
@@ -96,8 +96,7 @@ class Algorithm(Section):
 
 class Appo(Section):
     num_roots: PositiveInt = 4
-    """N: rollouts per question that start from it; their branches complete the group of M =
-    rollout.group_size"""
+    """N: rollouts that start from the question; branches complete the M = rollout.group_size"""
     rule: Literal["score", "entropy", "random"] = "score"
     """choice of branch points: score: entropy x decayed future ratio; entropy: the first factor
     alone; random: any token, as a control"""
@@ -107,8 +106,8 @@ class Appo(Section):
     """a branch keeps the token at its branch point and continues after it (the released code),
     instead of sampling this token again"""
     advantage_groups: Literal["dual", "single"] = "dual"
-    """dual: the rewards of roots and of branches are normalised separately; single: together, the
-    paper's ablation"""
+    """dual: normalise rewards of roots and of branches separately; single: together (an ablation)
+    """
     omega: Literal["reference", "behavior"] = "reference"
     """denominator of the future ratio: the initial policy (reference), or the sampler's log-probs
     (behavior; for stale rollouts)"""
@@ -120,8 +119,7 @@ class Appo(Section):
     clip: float = Field(0.2, gt=0, lt=1)
     """the future ratio in the branching score is clipped to [1 - clip, 1 + clip]"""
     future_coef: float = Field(1.0, ge=0)
-    """b in A (1 + b A_fut): weight of the future ratio in an advantage; 0: off, at the cost of
-    Flow-GRPO's loss"""
+    """b in A (1 + b A_fut): weight of the future ratio; 0: off, as cheap as Flow-GRPO"""
     future_half_life: PositiveFloat = 64.0
     """number of tokens after which a ratio counts half in A_fut"""
     future_low: float = Field(1.0, ge=0)
@@ -149,8 +147,7 @@ class Distill(Section):
     """policy: the policy before the step, which also reads distill.hint; start: the initial model;
     or the folder of a model with the same vocabulary"""
     hint: str = ""
-    """text that only the teacher reads, before its prompt; {answer} stands for the answers of the
-    question"""
+    """text before the teacher's prompt alone; {answer} stands for the question's answers"""
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
     """divergence over the whole vocabulary: reverse_kl: KL(policy || teacher); forward_kl:
     KL(teacher || policy); jsd: Jensen-Shannon divergence"""

@@ -11,14 +11,13 @@ from flowtrain.config.section import Section
 
 class Dataflow(Section):
     url: str = ""
-    """address of the dataflow service that provides batches; empty: this run samples its own
-    batches"""
+    """address of the service that provides batches; empty: this run samples its own batches"""
     store: str = ""
     """folder or URL at which nodes find this run's weights; empty: run.dir/weights, if all nodes
     can read it"""
     max_staleness: int = Field(4, ge=0)
-    """largest number of versions between the weights that sampled a token and the weights that a
-    step trains"""
+    """largest age of a trained token, in versions between its weights and those that a step trains
+    """
     max_waiting: int = Field(0, ge=0)
     """largest number of waiting and running groups; 0: as many as can be trained within
     max_staleness, and no new group starts while a whole batch waits"""
@@ -42,8 +41,7 @@ class Dataflow(Section):
     selector: str = "deadline"
     """order of waiting groups: deadline, arrival, latest, weighted (by kind), or a custom class"""
     replay_share: float = Field(0.0, ge=0, lt=1)
-    """share of a batch filled with groups that were trained before; max_staleness applies to them
-    too"""
+    """share of a batch with groups trained before; max_staleness applies to them too"""
     replay_selector: str = "latest"
     """order of the groups that may be trained again; takes the same names as selector"""
 

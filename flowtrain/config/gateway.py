@@ -19,8 +19,7 @@ class Gateway(Section):
     """largest number of concurrent commands or plain functions per rank; the wait of further
     rollouts does not count against their time"""
     environment: tuple[str, ...] = ()
-    """environment variables passed to a command besides PATH, HOME, LANG and the rollout's
-    variables"""
+    """environment variables for a command besides PATH, HOME, LANG and the rollout's own"""
     columns: tuple[str, ...] = ()
     """columns of a task's row passed to commands besides id, question and choices; "answers" passes
     the accepted answers, which the program could reveal to the policy"""

@@ -20,8 +20,7 @@ class Rollout(Section):
     """number of ranks, counted from the last, that only sample, with one engine each, while the
     others only train; 0: every rank samples and trains"""
     num_questions: PositiveInt = 16
-    """questions per step over all ranks (AgentFlow: 32); a multiple of the number of sampling ranks
-    """
+    """questions per step over all ranks (AgentFlow: 32); a multiple of the sampling ranks"""
     group_size: PositiveInt = 8
     """rollouts per question (AgentFlow: 8)"""
     temperature: PositiveFloat = 1.0
@@ -65,8 +64,7 @@ class Vllm(Section):
     """share of a GPU's memory for vLLM's weights and KV cache; a rank that trains on the same GPU
     needs the rest"""
     kv_cache_gb: float = Field(0.0, ge=0)
-    """GiB of KV cache; 0: the memory that gpu_memory_utilization leaves beside the weights, or 1 on
-    a CPU"""
+    """GiB of KV cache; 0: what gpu_memory_utilization leaves beside the weights; 1 on a CPU"""
     max_model_len: int = Field(0, ge=0)
     """largest total number of prompt and response tokens, at most the positions of every model that
     vLLM runs; 0: the model's positions"""

@@ -18,8 +18,7 @@ class Run(Section):
     """load everything, print how questions are read, prompt lengths, the memory plan and two scored
     rollouts, then exit without writing anything"""
     resume: Literal["never", "auto"] = "never"
-    """auto: resume the run in run.dir from its newest checkpoint, or start it if there is no
-    checkpoint"""
+    """auto: resume the run in run.dir from its newest checkpoint, if any, or start it"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """device on which the ranks compute; auto: CUDA if available"""
     collective_timeout_s: PositiveFloat = 600.0
@@ -45,13 +44,11 @@ class Eval(Section):
     """benchmarks for every evaluation: names of files in tasks.benchmarks, NAME=FILE for a file
     elsewhere, NAME=FILE:SCORER for a custom benchmark (docs/evals.md)"""
     rows: int = Field(0, ge=0)
-    """number of rows to use of each of eval.benchmarks, from the first; 0: as many as AgentFlow
-    runs"""
+    """number of first rows to use of each benchmark; 0: as many as AgentFlow runs"""
     trials: PositiveInt = 1
     """number of answers to sample per question of eval.benchmarks"""
     temperature: float | None = Field(None, ge=0, lt=100)
-    """temperature of the policies for eval.benchmarks; 0: greedy; unset: the training temperature
-    """
+    """temperature for eval.benchmarks; 0: greedy; unset: the training temperature"""
 
 
 class Checkpoint(Section):

@@ -12,8 +12,7 @@ from flowtrain.config.section import Section
 class Tasks(Section):
     name: Literal["facts", "gameof24", "verifiers", "file"] = "facts"
     """facts: 1 to 3 turn questions over the shipped corpus; gameof24: all solvable puzzles;
-    verifiers: an environment of that package (docs/agents/environments.md); file: a custom dataset
-    """
+    verifiers: an environment of that package (docs/agents/environments.md); file: your dataset"""
     verifiers: dict[str, Any] = Field(default_factory=dict)
     """name = "verifiers": the environment, in the format of verifiers' table [env]:
     tasks.verifiers.taskset = {id = "gsm8k"}"""
@@ -24,8 +23,7 @@ class Tasks(Section):
     split: str = "train"
     """name = "file": the split to read from a folder or a dataset of the Hub"""
     mixture: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """name = "file": several files with weights, instead of path; every step draws from all files
-    """
+    """name = "file": several files with weights instead of path; a step draws from all"""
     preset: Literal[
         "auto",
         "own",
@@ -42,10 +40,9 @@ class Tasks(Section):
     ] = "auto"
     """name = "file": row format of the files; auto: detected per file"""
     question_key: str = ""
-    """name = "file": column of the question, instead of the preset's; "a.b" selects a field of an
-    object"""
+    """name = "file": column of the question, if not the preset's; "a.b" is a field of an object"""
     answer_key: str = ""
-    """name = "file": column of the accepted answers, instead of the preset's"""
+    """name = "file": column of the accepted answers, if not the preset's"""
     scorer: Literal["", "exact", "qa", "f1", "math", "choice", "gameof24"] = ""
     """name = "file": scorer of rows that name none; empty: the preset's"""
     corpus: str = ""
@@ -60,8 +57,7 @@ class Tasks(Section):
     )
     """name = "facts": kinds of questions, in equal parts; sum4 and sum5 take four and five turns"""
     num_train: PositiveInt = 16000
-    """number of training questions to generate; gameof24, file and verifiers use all their
-    questions"""
+    """training questions to generate; gameof24, file and verifiers use all of theirs"""
     benchmarks: str = ""
     """folder of benchmark files; near-duplicates of their questions are removed from training"""
     held_out_share: float = Field(0.1, gt=0, lt=1)

@@ -75,8 +75,7 @@ class Train(Section):
     in a row, or one step above 100 times this value, end the run with the likely causes
     (docs/watching.md); 0: off"""
     rescore: bool = False
-    """use log-probs recomputed by the trainer as the ratio's denominator, instead of the sampler's
-    """
+    """use log-probs recomputed by the trainer, not the sampler's, as the ratio's denominator"""
 
     @property
     def row_budget(self) -> int:
@@ -102,8 +101,7 @@ class Train(Section):
 class Rft(Section):
     expert: str = "scripted"
     """source of the demonstrations: scripted (knows each plan but makes errors), policy (the model
-    itself), or the name in [engines] of a teacher, which plays train.policy (docs/fine-tuning.md)
-    """
+    itself), or a teacher in [engines], which plays train.policy (docs/fine-tuning.md)"""
     conversations: str = ""
     """file of conversations to imitate instead of demonstrations: rows {"messages": [...], "tools":
     [...]} (docs/fine-tuning.md)"""

@@ -1,6 +1,4 @@
-"""Checks of sampled tokens and of the parts of a reward, which the trainer and the dataflow service
-share.
-"""
+"""Checks of sampled tokens and of reward parts, for the trainer and the dataflow service."""
 
 from __future__ import annotations
 

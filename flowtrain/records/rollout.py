@@ -71,8 +71,8 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn of a rollout: one pass of planner -> executor -> tool -> verifier, or one response of
-    another agent.
+    """A turn: one pass of planner -> executor -> tool -> verifier, or one response of another
+    agent.
     """
 
     calls: Mapping[PolicyName, Call]
@@ -90,11 +90,9 @@ class Turn:
     tool_calls: tuple[ToolCall, ...] = ()
     """The tool calls of the response, in order; at most one for AgentFlow."""
     problem: str = ""
-    """Why the response is malformed: it cannot be parsed or names an unknown tool; "" if
-    well-formed."""
+    """Why the response is malformed: unparsable, or an unknown tool; "" if well-formed."""
     evidence: str = ""
-    """The tool's output as condensed by a refiner, for the following turns; "": the output itself.
-    """
+    """The tool's output as condensed by a refiner for later turns; "": the output itself."""
     rescued: tuple[str, ...] = ()
     """Lenient rules that were needed to parse the replies, such as "planner/labels"."""
 
@@ -111,9 +109,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class BranchPoint:
-    """The point at which a branch leaves its parent rollout, with which it shares everything
-    before.
-    """
+    """The point at which a branch leaves its parent; it shares everything before."""
 
     parent: int
     """Number of the parent rollout within its group."""
@@ -142,22 +138,18 @@ class Trajectory:
     seconds: float
     seed: int
     truncated: str = ""
-    """Why the rollout ended before STOP: "turns", "time", "prompt" (too long), "straggler"; else
-    ""."""
+    """Limit that ended the rollout before STOP: "turns", "time", "prompt", "straggler"; else ""."""
     reward: float | None = None
     """From `reward.low` to `reward.high`, by default 0 to 1; None until `rewards.score`."""
     policy_rewards: Mapping[PolicyName, float] = field(default_factory=dict)
     """Rewards by policy, if a reward function returned one per policy; `reward` is then the first
     policy's. {} if all share one reward."""
     scored_by: str = ""
-    """Rule, function or "judge" that decided the reward; followed by ": " and the reason if scoring
-    failed."""
+    """Rule, function or "judge" that decided the reward, with ": " and the reason of a failure."""
     analysis: str = ""
-    """The analyst's text about the question, written before the first turn; "" without an analyst.
-    """
+    """The analyst's text about the question, from before the first turn; "" without one."""
     error: str = ""
-    """Why a frozen module failed ("generator: ..."). Such a rollout gets no reward and is not
-    trained."""
+    """Why a frozen module failed ("generator: ..."); the rollout gets no reward and no training."""
     output: str = ""
     """The full text of the generator or the agent, if longer than the answer."""
     branch: BranchPoint | None = None
@@ -169,26 +161,20 @@ class Trajectory:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Unweighted values of the reward functions by name, or the reported parts; else {}."""
     turn_rewards: tuple[float, ...] = ()
-    """Rewards of the single turns, from functions or the environment; () if only the whole rollout
-    has a reward."""
+    """Rewards of single turns, from functions or the environment; () without such rewards."""
     rescued: tuple[str, ...] = ()
     """Lenient rules that were needed to parse the answer, such as "generator/label"."""
     reported: Mapping[str, float] = field(default_factory=dict)
-    """Parts of the reward that the rollout's environment or program reported; {} without a report.
-    """
+    """Parts of the reward reported by the rollout's environment or program; else {}."""
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Number of response tokens in the first calls of the turns, without tokens copied from the
-        parent.
-        """
+        """Number of response tokens in the turns' first calls that are not the parent's."""
         policies = {turn.policy for turn in self.turns}
         return sum(self.num_tokens(policy) - self.num_shared(policy) for policy in policies)
 
     def num_tokens(self, policy: PolicyName) -> int:
-        """Return the number of response tokens of a policy, including tokens copied from the
-        parent.
-        """
+        """Return the number of response tokens of a policy, including the parent's."""
         return _num_tokens(self.turns, policy)
 
     def num_shared(self, policy: PolicyName) -> int:

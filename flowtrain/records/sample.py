@@ -89,8 +89,7 @@ class Sample:
 
 
 Scored = tuple[tuple[float, ...], tuple[float, ...]]
-"""Log-probs of a sample under the policy and under the reference policy, as in `Sample`; () if
-unknown."""
+"""Log-probs of a sample under the policy and the reference policy; () if unknown."""
 
 
 class Rollouts(NamedTuple):
@@ -115,8 +114,7 @@ class FilterReason(enum.StrEnum):
     LOGPROB = "logprob"
     """The sampler's log-prob of a trained token is impossible for a sampled token."""
     TOKEN = "token"
-    """A token or an expert is unknown to the model or outside of the mask, or the prompt is empty.
-    """
+    """A token or expert is unknown to the model or outside of the mask, or the prompt is empty."""
     OVERLONG = "overlong"
     """The rollout reached a token limit, and algorithm.overlong = "mask"."""
 

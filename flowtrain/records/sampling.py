@@ -43,13 +43,11 @@ class Sampling:
     """Subtracted from a token's logit for each earlier occurrence in the response, as in OpenAI's
     API; log-probs include the penalty."""
     stop_strings: tuple[str, ...] = ()
-    """Sampling ends once the decoded response contains one of these strings, whose tokens stay in
-    the response."""
+    """Sampling ends after the first of these strings, which stays in the response."""
     ignore_end: bool = False
     """Continue after an end-of-sequence token, for measurements of a fixed length."""
     seed: int = 0
-    """Seed of this request. Other requests in the same batch change the result by rounding at most.
-    """
+    """Seed of this request; other requests in its batch change the result by rounding at most."""
     deadline_s: float = 60.0
     """Seconds from the call until the engine must answer."""
 
@@ -79,9 +77,7 @@ class SamplingMask:
 
     @classmethod
     def of(cls, sets: Iterable[Sequence[int]]) -> SamplingMask:
-        """Return the mask of joined sets: SamplingMask.of([(5, 9), (2,)]) has the ids 5, 9, 2 and
-        the counts 2, 1.
-        """
+        """Join sets: SamplingMask.of([(5, 9), (2,)]) has the ids 5, 9, 2 and the counts 2, 1."""
         ids, counts = array("i"), array("i")
         for token_ids in sets:
             ids.extend(token_ids)
@@ -127,15 +123,12 @@ class Call:
     """Sampled ids, end-of-sequence included, which are trained; () for a module that is no policy,
     and if the deadline passed before the first token."""
     logprobs: tuple[float, ...]
-    """The sampler's log-prob of each response token in nats, at its temperature and within the
-    sampling mask."""
+    """The sampler's log-prob per response token in nats, at its temperature, within the mask."""
     spans: tuple[VersionSpan, ...]
-    """Versions of this policy's weights, by the tokens that they sampled; the spans cover the
-    response."""
+    """Weight versions of this policy by the tokens that they sampled; they cover the response."""
     finish_reason: FinishReason
     text: str = ""
-    """The decoded response, for readers only; engines leave it empty, and training never reads it.
-    """
+    """The decoded response, for readers; engines leave it empty, and training ignores it."""
     sampling_mask: SamplingMask | None = None
     """The ids that each response id was sampled from, including itself; None: all ids."""
     entropies: tuple[float, ...] = ()

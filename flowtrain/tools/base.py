@@ -1,4 +1,4 @@
-"""The protocol of tools, and `run_tool`, which turns every outcome of a tool into a `ToolResult`."""
+"""The protocol of tools, and `run_tool`, which turns every outcome into a `ToolResult`."""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ _HOMES = {
     "stores.folder": ("Source", "WeightStore"),
     "stores.remote": ("RemoteStore", "open_source"),
 }
-"""Names by the module that defines them. Modules are imported on first use, so that a file server
-needs no torch."""
+"""Names by module, imported on first use, so that a file server needs no torch."""
 
 __all__ = [
     "Loaded",

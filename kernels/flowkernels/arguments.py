@@ -183,7 +183,7 @@ def check_token_inputs(
 
 
 def _is_of_sequences(advantage: Tensor, cu_seqlens_S1: Tensor | None, shape: Sequence[int]) -> bool:
-    """Return whether there is one advantage per sequence; [T] is one per token, also where S = T."""
+    """Return whether there is one advantage per sequence; [T] is per token, even if S = T."""
     if cu_seqlens_S1 is None or advantage.shape == torch.Size(shape):
         return False
     return advantage.shape == (len(cu_seqlens_S1) - 1,)

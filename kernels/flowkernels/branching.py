@@ -83,9 +83,7 @@ def score(
 def _z_score(
     x_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (z-scores over the generated tokens of each sequence [T]; population standard
-    deviations, fp64 [S]).
-    """
+    """Return each sequence's z-scores of generated tokens [T] and population std, fp64 [S]."""
     zeros_S = torch.zeros(num_sequences, dtype=torch.float64, device=x_T.device)
     num_S = zeros_S.index_add(0, sequence_T, mask_T.double()).clamp(min=1)
     mean_S = zeros_S.index_add(0, sequence_T, torch.where(mask_T, x_T, 0.0).double()) / num_S

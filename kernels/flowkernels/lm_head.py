@@ -26,8 +26,7 @@ HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
 OPTIONS = "bool fp32_logits, SymInt chunk_rows, SymInt whole_rows, str impl"
 """Hidden states and their head, and how to walk over it, in the schema of an operator."""
 DENSE = 0.9
-"""A chunk with a larger share of active rows is not compacted, because the copy would cost more
-than it saves."""
+"""Above this share of active rows a chunk is not compacted: the copy would not pay off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ class Gradients:
         return cls(hidden, bias, needs[1])
 
     def clear_hidden(self, row_C: Tensor | slice = slice(None)) -> None:
-        """Zero these rows of the hidden states' gradient, because not all of them will be written."""
+        """Zero these rows of the hidden states' gradient, as not all will be written."""
         if self.hidden_TD is not None:
             self.hidden_TD[row_C] = 0
 
@@ -200,8 +199,8 @@ class Gradients:
 
 
 def _product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
-    """Write out = a b; 16-bit operands may give an fp32 result. Autocast has no say where `out` is
-    given, nor in place.
+    """Write out = a b, perhaps in fp32 from 16-bit operands; autocast ignores `out` and
+    in-place.
     """
     dtype = out_MN.dtype
     if a_MK.dtype == dtype:

@@ -29,8 +29,7 @@ from flowkernels.plain_tensors import flat_rows
 from flowkernels.targets import TARGETS, SamplingMask, Slopes, Targets, unflatten
 
 CHUNK_ELEMENTS = 2**19
-"""Elements of a chunk of the torch reference; two fp32 buffers of them stay in a core's share of
-the cache."""
+"""Elements of a chunk of the torch reference; two fp32 buffers fit a core's share of cache."""
 _MIN_EXPONENT = -1000.0  # exp of it is 0, and 0 times it is 0, which 0 times -inf is not
 
 
@@ -44,9 +43,7 @@ class Score:
 
 
 class State:
-    """Rows of `state_4T`, which the gradient kernel needs beside the scores. The torch reference
-    does not use them.
-    """
+    """Rows of `state_4T`, which the gradient kernel needs; the torch reference does not."""
 
     TOP = 0
     """The largest logit."""
@@ -194,9 +191,7 @@ def backward_torch(
 
 
 def _capped(logits_CV: Tensor, softcap: float | None) -> Tensor:
-    """Return the logits in fp32 (fp64 stays fp64), not yet divided by the temperature; the caller
-    must not write to them.
-    """
+    """Return read-only logits in fp32 (fp64 in fp64), not yet divided by the temperature."""
     x_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
     return (x_CV / softcap).tanh_().mul_(softcap) if softcap else x_CV
 
@@ -328,9 +323,7 @@ def _(logits: Tensor, *_: object) -> Tensor:
 
 
 def scores(logits_TV: Tensor, targets: Targets, impl: str) -> tuple[Tensor, Tensor]:
-    """Call `compute_scores` as an operator: its scores are differentiable by the logits, by a
-    second read of them.
-    """
+    """Call `compute_scores` as an operator, differentiable by a second read of the logits."""
     result: tuple[Tensor, Tensor] = _scores_op(logits_TV, *targets.flat(), impl)
     return result
 

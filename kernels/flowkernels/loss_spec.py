@@ -36,8 +36,7 @@ class LossSpec:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    """c > 1 bounds the loss of negative advantages: for A < 0, loss <= -c A (Ye et al., arXiv
-    1912.09729)."""
+    """c > 1 bounds the loss for negative advantages A at -c A (Ye et al., arXiv 1912.09729)."""
     kl_coef: float = 0.0
     """beta of the KL term to the reference policy; 0 disables the term."""
     kl: KL = "k3"
@@ -58,11 +57,9 @@ class LossSpec:
     gradient, if no clip bounds it (A < 0 without a dual clip); the weight of "cispo" stays 1 +
     clip_high, with its gradient."""
     tis: float | None = None
-    """Truncated importance sampling: multiplies the policy term by min(pi_old / pi_sampler, tis).
-    """
+    """Truncated importance sampling multiplies the policy term by min(pi_old / pi_sampler, tis)."""
     mis: tuple[float, float] | None = None
-    """Masked importance sampling: tokens whose pi_old / pi_sampler is outside [low, high] get
-    weight 0."""
+    """Masked importance sampling drops tokens whose pi_old / pi_sampler is outside [low, high]."""
     correction_level: Level = "token"
     """Level of pi_old / pi_sampler for `tis` and `mis`: "token", or "sequence" for the product over
     the tokens of the sequence with weight, which needs `cu_seqlens_S1`."""

@@ -80,9 +80,7 @@ class PolicyLoss:
 def run_loss(
     logits_TV: Tensor, targets: Targets, spec: LossSpec, inputs: TokenInputs, out_TV: Tensor | None
 ) -> Tensor:
-    """Return `column_7T`, and write the gradient by the logits into `out_TV` unless that is None;
-    it may be the logits.
-    """
+    """Return `column_7T`; write the logits' gradient to `out_TV`, if any; both may coincide."""
     weight_T = inputs.weight_T
     column_7T = weight_T.new_zeros(Column.NUM, len(weight_T))
     counts_T = (weight_T != 0) & (targets.ids_T >= 0)
@@ -215,9 +213,7 @@ def scale_rows_(gradient: Tensor, factor: Tensor) -> None:
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Return gradient * factor: in place, but for a tracer, to which the gradient is an output that
-    must stay.
-    """
+    """Return gradient * factor, in place except in a tracer, where the gradient is an output."""
     if type(gradient) is not Tensor:
         fp32_gradient = gradient.to(torch.promote_types(gradient.dtype, factor.dtype))
         return (fp32_gradient * factor).to(gradient.dtype)

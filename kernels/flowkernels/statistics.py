@@ -1,6 +1,4 @@
-"""The per-token results of a policy loss and the statistics to log, reduced on the device without a
-wait of the host.
-"""
+"""A policy loss's results per token and its statistics, reduced without a host sync."""
 
 from __future__ import annotations
 

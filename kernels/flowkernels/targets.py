@@ -104,7 +104,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Slopes:
-    """Upstream gradients of the scores of each row, [T]; None for a gradient that is 0 everywhere."""
+    """Upstream gradients of the scores of each row, [T]; None for one that is 0 everywhere."""
 
     logprob_T: Tensor
     entropy_T: Tensor | None = None

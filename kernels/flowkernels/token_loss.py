@@ -57,9 +57,7 @@ class TokenInputs:
         return self._indexed(block, bounds_S1)
 
     def at(self, is_chosen_T: Tensor, index_A: Tensor) -> TokenInputs:
-        """Return the inputs of the chosen tokens, given as a mask and as indices; their sequences
-        shrink accordingly.
-        """
+        """Return the inputs of the chosen tokens, given as mask and indices; sequences shrink."""
         bounds_S1 = self.cu_seqlens_S1
         if bounds_S1 is not None:
             zero = is_chosen_T.new_zeros(1, dtype=torch.int64)
@@ -83,9 +81,7 @@ class TokenInputs:
         return tuple(getattr(self, name) for name in _FLAT)
 
     def corrected(self, spec: LossSpec) -> TokenInputs:
-        """Return the inputs with TIS applied to the advantages and MIS to the weights, as `spec`
-        says.
-        """
+        """Return the inputs with the spec's TIS on the advantages and its MIS on the weights."""
         advantage_T, weight_T = correct_for_sampler(
             spec,
             self.advantage_T,
@@ -134,8 +130,7 @@ class TokenLoss:
     log_ratio_T: Tensor
     """logp - old before any clamp (of the sequence for "gspo")."""
     is_clipped_T: Tensor
-    """bool: the clip (or the dual clip) zeroed this token's policy gradient; for "cispo", the clip
-    bounded its ratio."""
+    """bool: the clip or dual clip zeroed the policy gradient, or bounded the ratio of "cispo"."""
     kl_T: Tensor
     """KL estimate to the reference policy; without one, k3 of the old policy against the new."""
     dlse_T: Tensor | None = None
@@ -159,8 +154,7 @@ class TokenLoss:
 
 
 TokenLossFn = Callable[[Tokens], TokenLoss]
-"""A custom loss: maps all tokens to the loss of each token and its derivatives. Weights are applied
-afterwards."""
+"""A custom loss: maps all tokens to each one's loss and derivatives, before weighting."""
 
 
 def by_autograd(loss: Callable[[Tokens], Tensor]) -> TokenLossFn:

@@ -1,6 +1,4 @@
-"""Digests of 16-bit words that add up over any partition of the words; `sparse_delta.py` has the
-maths.
-"""
+"""Digests of 16-bit words, additive over any partition; `sparse_delta.py` has the maths."""
 
 from __future__ import annotations
 

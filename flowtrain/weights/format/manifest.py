@@ -218,8 +218,7 @@ class Manifest:
     delta_files: dict[int, tuple[File, ...]]
     """Delta files by the version that they start from."""
     num_changed: int
-    """Number of 16-bit words that differ from the previous version; all words of a first version.
-    """
+    """Number of words that differ from the previous version; all words of a first version."""
     reason: str
     """The reason for a full snapshot; empty when there is none."""
 

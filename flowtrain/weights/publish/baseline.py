@@ -131,9 +131,7 @@ def encode_all(pairs: Sequence[tuple[Baseline, TensorShard]]) -> dict[str, Blob]
 
 @dataclass(frozen=True, slots=True)
 class SkipTiers:
-    """The deltas that wait to be merged into skips, by tier; immutable, so that a failed publish
-    leaves no trace.
-    """
+    """Deltas waiting to be merged, by tier; immutable, so a failed publish leaves no trace."""
 
     tiers: tuple[tuple[tuple[int, dict[str, Blob]], ...], ...] = ((),) * _NUM_TIERS
 

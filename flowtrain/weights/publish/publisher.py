@@ -65,8 +65,7 @@ class SnapshotPolicy:
     max_deltas: int = 64
     """Largest number of deltas between two full snapshots."""
     max_delta_share: float = 0.35
-    """A delta larger than this share of the full size is discarded, and a full snapshot is written
-    instead."""
+    """A full snapshot replaces a delta larger than this share of the full size."""
 
     def is_dense(self, delta_bytes: int, full_bytes: int) -> bool:
         """Return whether a full snapshot replaces the delta."""
@@ -111,8 +110,7 @@ class Published:
     """Number of 16-bit words that differ from the previous version."""
     num_words: int
     delta_bytes: int
-    """Size of the delta files, without the merged deltas over several versions; 0 without deltas.
-    """
+    """Size of the delta files, without merged deltas over several versions; 0 without deltas."""
     snapshot_bytes: int
     reason: str
     """The reason for a full snapshot; empty when there is none."""
@@ -160,9 +158,7 @@ class _Draft:
 
 @dataclass(slots=True)
 class Publisher:
-    """Publishes versions of one model. Its methods are collective: all ranks must call them
-    together.
-    """
+    """Publishes versions of one model. All ranks must call its methods together."""
 
     store: WeightStore
     options: PublishOptions = field(default_factory=PublishOptions)

@@ -52,9 +52,7 @@ class Source(Protocol):
 
 
 class WeightStore:
-    """A weight store in a folder of a local or shared file system; publishers write through `begin`
-    and `commit`.
-    """
+    """A weight store on a local or shared file system. Publishers use `begin` and `commit`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -69,9 +67,7 @@ class WeightStore:
         return read_version(read_whole(path, MAX_HEAD), str(path))
 
     def versions(self) -> list[int]:
-        """Return the versions up to HEAD in ascending order. Folders beyond HEAD are unpublished
-        and left out.
-        """
+        """Return the versions up to HEAD in order; folders beyond HEAD are unpublished."""
         head = self.head()
         names = [path.name[1:] for path in self.root.glob("v[0-9]*")]
         versions = [int(name) for name in names if _VERSION.fullmatch(name)]
@@ -121,9 +117,7 @@ class WeightStore:
         return scratch
 
     def commit(self, manifest: Manifest) -> None:
-        """Publish the files written since `begin`. Raises StoreError for a manifest longer than
-        readers accept.
-        """
+        """Publish the files written since `begin`. Raises StoreError for too long a manifest."""
         scratch, text = self.scratch(manifest.version), manifest.to_json().encode()
         if len(text) > MAX_MANIFEST:
             raise StoreError(
@@ -197,9 +191,7 @@ class WeightStore:
 
 
 def read_version(data: bytes, path: str) -> int:
-    """Return the version in the text of HEAD. Raises StoreError, which names `path`, for any other
-    text.
-    """
+    """Return the version in the text of HEAD. Raises StoreError, which names `path`."""
     text = data.decode(errors="replace").strip()
     if not _VERSION.fullmatch(text):
         raise StoreError(

@@ -81,9 +81,7 @@ class RemoteStore:
     """A weight store on an HTTP server or in a bucket; implements `Source`."""
 
     def __init__(self, objects: Objects, cache: Path, *, keeps: bool = False) -> None:
-        """`cache`: folder for the downloads of one reader. Files are deleted once loaded, unless
-        `keeps` is true.
-        """
+        """`cache`: folder for one reader's downloads, which `loaded` deletes unless `keeps`."""
         self._objects, self._cache, self._keeps = objects, cache, keeps
         self._newest: int | None = None
 
