@@ -77,13 +77,13 @@ def load_kind(config: Config) -> AgentKind:
     names = config.policy_names
     if kind.trains == () and len(names) > 1:
         raise UserError(
-            f"policies.{names[1]} does not go with agent.name={name!r}, which samples from "
+            f"policies.{names[1]} cannot be combined with agent.name={name!r}, which samples from "
             f"{names[0]} alone"
         )
     if kind.trains and (untrained := [policy for policy in names if policy not in kind.trains]):
         raise UserError(
-            f"policies.{untrained[0]} does not go with agent.name={name!r}, which samples from "
-            f"{' and '.join(kind.trains)} alone"
+            f"policies.{untrained[0]} cannot be combined with agent.name={name!r}, which samples "
+            f"from {' and '.join(kind.trains)} alone"
         )
     maker = load_maker(config)
     if maker is not None and not getattr(maker, "can_repeat", False):
@@ -97,5 +97,5 @@ def _load(name: str) -> AgentKind:
     if isinstance(maker, AgentKind):
         return maker
     if not callable(maker):
-        raise UserError(f"{origin} is a {type(maker).__name__}, not a class that makes agents")
+        raise UserError(f"{origin} is a {type(maker).__name__}, not an agent class")
     return AgentKind.of(maker)

@@ -106,7 +106,7 @@ class Session:
             return self.policy
         if name not in self.policies:
             names = ", ".join(self.policies)
-            raise UserError(f"this run has no policy {name!r}; [policies] names {names}")
+            raise UserError(f"this run has no policy {name!r}; [policies] defines {names}")
         return self.policies[name]
 
     @property
@@ -280,7 +280,9 @@ class Session:
         """Call tools as the parent did."""
         new_results = await self._run_tools(requests)
         if [result.text for result in new_results] != [result.text for result in results]:
-            raise ValueError("it cannot branch: a tool gave another result than to its parent")
+            raise ValueError(
+                "it cannot branch: a tool returned a different result than for its parent"
+            )
 
     async def _run_tool(self, name: str, arguments: Mapping[str, object]) -> ToolResult:
         tool = self.tools.get(name)
@@ -376,14 +378,16 @@ class SessionAgent(ABC):
 def _replay(turn: Turn, policy: PolicyName, prompt_ids: tuple[int, ...]) -> Turn:
     """Return the parent's turn, after checking that the program repeats the parent's request."""
     if turn.policy != policy or turn.call.prompt_ids != prompt_ids:
-        raise ValueError("it cannot branch: the same task and seed gave another prompt")
+        raise ValueError("it cannot branch: the same task and seed led to a different prompt")
     return turn
 
 
 def _replay_results(turn: Turn, requests: Sequence[_ToolRequest]) -> list[ToolResult]:
     names = [name for name, _, _ in requests]
     if [call.name for call in turn.tool_calls] != names:
-        raise ValueError(f"it cannot branch: it asks for the tools {names}, and its parent did not")
+        raise ValueError(
+            f"it cannot branch: it asks for the tools {names}, which its parent did not"
+        )
     return [call.result for call in turn.tool_calls]
 
 

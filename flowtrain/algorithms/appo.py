@@ -145,12 +145,12 @@ class Appo(Algorithm):
         if appo.num_roots >= rollout.group_size:
             raise UserError(
                 f"appo.num_roots={appo.num_roots} must be below "
-                f"rollout.group_size={rollout.group_size}, which counts branches too"
+                f"rollout.group_size={rollout.group_size}, which includes the branches"
             )
         if rollout.num_engine_ranks:
             raise UserError(
                 f"rollout.num_engine_ranks={rollout.num_engine_ranks} must be 0 with "
-                "algorithm.name = 'appo': samplers score"
+                "algorithm.name = 'appo', whose sampling ranks also score"
             )
         if appo.future_low > appo.future_high:
             raise UserError(
@@ -159,13 +159,13 @@ class Appo(Algorithm):
             )
         if appo.future_scope == "rollout" and config.train.minibatch_size:
             raise UserError(
-                f"train.minibatch_size={config.train.minibatch_size} deals the turns of a rollout "
-                "out to several updates, over which appo.future_scope='rollout' cannot look; set "
-                "train.num_minibatches, which deals out questions"
+                f"train.minibatch_size={config.train.minibatch_size} splits the turns of a "
+                "rollout over several updates, which appo.future_scope='rollout' cannot span; set "
+                "train.num_minibatches, which splits by question"
             )
         if config.algorithm.loss == "gspo" and appo.future_coef:
             raise UserError(
-                "algorithm.loss='gspo' has no ratio of a token; appo.future_coef must be 0 with it"
+                "algorithm.loss='gspo' has no ratio per token; set appo.future_coef = 0"
             )
 
     def check_nodes(self) -> None:
@@ -178,22 +178,22 @@ class Appo(Algorithm):
         for key, neutral in (("top_k", 0), ("top_p", 1.0)):
             if (value := getattr(rollout, key)) != neutral:
                 raise UserError(
-                    f"rollout.{key}={value} changes what the sampler's log-probs are of, so nodes "
-                    f"cannot compare them with appo.rule='score'; set {neutral}, or another rule"
+                    f"rollout.{key}={value} changes the sampler's distribution, so nodes cannot "
+                    f"use its log-probs with appo.rule='score'; set {neutral}, or another rule"
                 )
         scorer = config.appo.scorer
         if scorer and (scorer not in config.engines or config.engines[scorer].kind != "openai"):
             endpoints = [name for name, chat in config.engines.items() if chat.kind == "openai"]
             raise UserError(
-                f"appo.scorer={scorer!r} must be an endpoint of [engines] (it has {endpoints}), or "
-                "empty: then a node scores by a copy of model.path"
+                f"appo.scorer={scorer!r} must be an endpoint of [engines] (it has {endpoints}), "
+                "or empty, so that each node scores with a copy of model.path"
             )
         is_vllm = rollout.engine == "vllm"
         asks_vllm = scorer if config.appo.omega == "reference" else is_vllm
         if asks_vllm and rollout.temperature != 1.0:
             raise UserError(
-                f"rollout.temperature={rollout.temperature} must be 1 where vLLM tells the "
-                f"log-probs of appo.omega={config.appo.omega!r}, which it does at 1 alone"
+                f"rollout.temperature={rollout.temperature} must be 1, because vLLM provides the "
+                f"log-probs of appo.omega={config.appo.omega!r} at temperature 1 only"
             )
 
     def check_agent(self, kind: AgentKind) -> None:
@@ -214,7 +214,7 @@ class Appo(Algorithm):
     def check_inputs(self, tasks: TaskSet, tools: Mapping[str, Tool]) -> None:
         if stuck := [name for name, tool in tools.items() if tool.card.is_stateful]:
             raise UserError(
-                f"algorithm.name='appo' rewinds rollouts; {stuck[0]!r} of agent.tools has a state "
+                f"algorithm.name='appo' rewinds rollouts; {stuck[0]!r} of agent.tools is stateful "
                 "and cannot be rewound (docs/tools.md)"
             )
 

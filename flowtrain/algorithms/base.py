@@ -127,7 +127,7 @@ class Algorithm:
 
     def credit(self, rewards: Sequence[float]) -> Sequence[float]:
         """Return the advantages of a group's finished rollouts, given their rewards."""
-        raise NotImplementedError(f"{type(self).__name__} has no credit of its own")
+        raise NotImplementedError(f"{type(self).__name__} does not implement credit")
 
     def token_credit(self, group: Group) -> Credits:
         """Return the advantages of every turn of a group's finished rollouts: one number per turn,
@@ -310,23 +310,24 @@ class Algorithm:
         options, algorithm_type = self.config.algorithm, type(self)
         names = ("credit", "token_credit", "advantages")
         if all(getattr(algorithm_type, name) is getattr(Algorithm, name) for name in names):
-            raise UserError(f"algorithm.name={options.name!r} has no credit(rewards) of its own")
+            raise UserError(f"algorithm.name={options.name!r} does not implement credit(rewards)")
         if algorithm_type.advantages is not Algorithm.advantages:
             self._refuse_options_of_samples()
         if options.has_own_loss and algorithm_type.token_loss is not Algorithm.token_loss:
             raise UserError(
-                f"algorithm.loss={options.loss!r} does not go with algorithm.name="
-                f"{options.name!r}, which has factors of its own in the loss"
+                f"algorithm.loss={options.loss!r} cannot be combined with "
+                f"algorithm.name={options.name!r}, which defines its own factors in the loss"
             )
         if options.dynamic_sampling and self.config.dataflow.url:
             raise UserError(
-                f"algorithm.dynamic_sampling={options.dynamic_sampling} must be 0 with dataflow.url"
-                ": its rule mixed drops such groups, and nodes go on with other questions"
+                f"algorithm.dynamic_sampling={options.dynamic_sampling} must be 0 with "
+                "dataflow.url; set dataflow.group_filter = 'mixed', which drops such groups while "
+                "nodes continue with other questions"
             )
         if options.dynamic_sampling and not self._drops_equals:
             raise UserError(
-                f"algorithm.dynamic_sampling={options.dynamic_sampling} needs "
-                "algorithm.equal_groups = 'drop': others are asked in the place of such groups"
+                f"algorithm.dynamic_sampling={options.dynamic_sampling} requires "
+                "algorithm.equal_groups = 'drop', because other questions replace such groups"
             )
         if options.overlong_buffer > self.config.rollout.max_new_tokens:
             raise UserError(
@@ -336,8 +337,9 @@ class Algorithm:
         beside = self.config.trained_beside
         if beside and self.num_roots != self.config.rollout.group_size:
             raise UserError(
-                f"policies.{beside[0]}.trained=true does not go with algorithm.name="
-                f"{options.name!r}, whose branches leave at calls of one policy"
+                f"policies.{beside[0]}.trained=true cannot be combined with "
+                f"algorithm.name={options.name!r}, whose branches start in calls of a single "
+                "policy"
             )
         if self.config.dataflow.url:
             self.check_nodes()
@@ -347,8 +349,8 @@ class Algorithm:
         for key in ("overlong", "overlong_buffer", "dynamic_sampling", "turn_credit"):
             if (value := getattr(options, key)) not in ("train", 0, None, "rollout"):
                 raise UserError(
-                    f"algorithm.{key}={value!r} does not go with algorithm.name={options.name!r}, "
-                    "which makes its samples in a way of its own"
+                    f"algorithm.{key}={value!r} cannot be combined with "
+                    f"algorithm.name={options.name!r}, which builds its samples differently"
                 )
 
     def check_nodes(self) -> None:  # most algorithms have nothing to check
@@ -379,7 +381,7 @@ def _own_loss(chosen: Options) -> Callable[[Tokens], Tensor] | None:
     origin = f"algorithm.loss={chosen.loss!r}"
     for key in ("tis", "mis", "entropy_coef"):
         if value := getattr(chosen, key):
-            raise UserError(f"algorithm.{key}={value} does not go with {origin}")
+            raise UserError(f"algorithm.{key}={value} cannot be combined with {origin}")
     name, loss = plugins.load_object(chosen.loss, origin)
     if not callable(loss):
         raise UserError(f"{origin}: {name!r} is a {type(loss).__name__}, not a function")

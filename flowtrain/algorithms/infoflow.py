@@ -39,15 +39,14 @@ class Infoflow(FlowGrpo):
     def check_agent(self, kind: AgentKind) -> None:
         if self.config.infoflow.hint_rate > 0 and not kind.takes_hints:
             raise UserError(
-                f"agent.name={self.config.agent.name!r} takes no hints between turns; "
-                "infoflow.hint_rate = 0 rewards its sub-goals all the same"
+                f"agent.name={self.config.agent.name!r} does not support hints between turns; "
+                "infoflow.hint_rate = 0 keeps only the rewards for sub-goals"
             )
 
     def check_inputs(self, tasks: TaskSet, tools: Mapping[str, Tool]) -> None:
         if not any(map(sub_goals.sought, tasks.train)):
             raise UserError(
-                "algorithm.name='infoflow' needs tasks with sub_goals; none of the training tasks "
-                "has any to find"
+                "algorithm.name='infoflow' needs tasks with sub_goals, but no training task has any"
             )
 
 

@@ -38,8 +38,8 @@ def load_algorithm(config: Config) -> Algorithm:
     origin = f"algorithm.name={name!r}"
     algorithm_type = plugins.load(name, origin, "algorithm", GROUP, BUILT_IN)
     if not (isinstance(algorithm_type, type) and issubclass(algorithm_type, Algorithm)):
-        raise UserError(f"{origin} is no subclass of flowtrain.algorithms.Algorithm")
+        raise UserError(f"{origin} is not a subclass of flowtrain.algorithms.Algorithm")
     if algorithm_type.__module__.startswith("flowtrain.algorithms."):
         return algorithm_type(config)
-    with foreign(f"{origin} cannot be made"):
+    with foreign(f"{origin} cannot be constructed"):
         return algorithm_type(config)

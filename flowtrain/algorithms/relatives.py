@@ -30,8 +30,8 @@ class _Relative(Algorithm):
         options = self.config.algorithm
         if options.mode == "released":
             raise UserError(
-                "algorithm.mode='released' is AgentFlow's code, and algorithm.name="
-                f"{options.name!r} has averages of its own"
+                "algorithm.mode='released' stands for AgentFlow's averages, but "
+                f"algorithm.name={options.name!r} defines its own"
             )
 
     def defaults(self, chosen: Options) -> Values:
@@ -95,8 +95,8 @@ class Spo(_Relative):
         super().check()
         if self.config.algorithm.equal_groups == "drop":
             raise UserError(
-                "algorithm.equal_groups='drop' leaves out questions with one reward, as those with "
-                "one rollout are: algorithm.name='spo' takes 'keep'"
+                "algorithm.equal_groups='drop' would drop every question with a single rollout; "
+                "algorithm.name='spo' requires 'keep'"
             )
 
     def value(self, task: Task) -> float:

@@ -41,7 +41,7 @@ def filter_samples(
     for reason, problem in problems.items():
         if problem:
             num = counts[reason] - batch.num_filtered.get(reason, 0)
-            _log.warning("samples left out: %d, the first because %s", num, problem)
+            _log.warning("samples excluded from training: %d, the first because %s", num, problem)
     return replace(
         batch,
         samples=tuple(trainable),

@@ -111,25 +111,26 @@ class Agent(Section):
     def _fits_its_name(self) -> Agent:
         if self.instructions and self.name == "agentflow":
             raise ValueError(
-                f"agent.instructions={self.instructions!r} does not go with agent.name='agentflow'"
+                f"agent.instructions={self.instructions!r} cannot be combined with "
+                "agent.name='agentflow'"
             )
         if self.environment and self.name != "tools":
             raise ValueError(
-                f"agent.environment={self.environment!r} goes with agent.name = 'tools', which is "
+                f"agent.environment={self.environment!r} requires agent.name = 'tools', which is "
                 f"{self.name!r}"
             )
         if self.name == "tools" and self.prompt != "full":
             raise ValueError(
-                f"agent.prompt={self.prompt!r} does not go with agent.name='tools', which needs "
-                "'full'"
+                f"agent.prompt={self.prompt!r} cannot be combined with agent.name='tools', which "
+                "needs 'full'"
             )
         if self.name != "single":
             return self
         for key, value in (("tools", ()), ("max_turns", 1), ("eval_max_turns", 1)):
             if (actual := getattr(self, key)) != value:
                 raise ValueError(
-                    f"agent.{key}={actual!r} does not go with agent.name='single': it takes one "
-                    "turn, without tools"
+                    f"agent.{key}={actual!r} cannot be combined with agent.name='single': it "
+                    "takes one turn, without tools"
                 )
         return self
 
@@ -212,8 +213,8 @@ class Roles(Section):
     def _own_policies(self) -> Roles:
         if misused := [role for role, name in self if role not in OWN_ROLES and name == OWN]:
             raise ValueError(
-                f"roles.{misused[0]}={OWN!r}: of the roles only {' and '.join(OWN_ROLES)} can be "
-                "policies of their own"
+                f"roles.{misused[0]}={OWN!r}: only the roles {' and '.join(OWN_ROLES)} can have "
+                "their own policies"
             )
         return self
 

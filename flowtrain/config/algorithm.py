@@ -75,7 +75,7 @@ class Algorithm(Section):
     @classmethod
     def _known(cls, loss: str) -> str:
         if loss not in LOSSES and ":" not in loss:
-            raise ValueError(f"{loss!r} is none of {', '.join(LOSSES)}, and no FILE.py:NAME")
+            raise ValueError(f"{loss!r} must be one of {', '.join(LOSSES)}, or FILE.py:NAME")
         return loss
 
     @property

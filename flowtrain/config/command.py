@@ -23,7 +23,7 @@ from flowtrain.utils.waiting import waiting
 
 INTERRUPTED = 130
 OUTAGE = os.EX_TEMPFAIL
-_GOES_ON = "the same command with --resume auto goes on"
+_GOES_ON = "run the same command with --resume auto to continue"
 _ECHO_S = 2.0
 
 
@@ -33,7 +33,7 @@ def main(module: str, command: str) -> NoReturn:
     """
 
     def body(config: Config) -> int:
-        with waiting("loading torch and what a run needs", os.environ.get("RANK", "0") == "0"):
+        with waiting("loading torch and the model libraries", os.environ.get("RANK", "0") == "0"):
             run: Callable[[Config], int] = pkgutil.resolve_name(command)
         return run(config)
 
@@ -84,7 +84,7 @@ def run_command(
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        say(f"{module}: {str(error.filename)!r} is longer than names of files may be")
+        say(f"{module}: {str(error.filename)!r} is too long for a file name")
         return 2
     except KeyboardInterrupt:
         if is_main:
@@ -145,4 +145,4 @@ class Interrupt:
         self.requested = True
         self._requested_at = time.monotonic()
         if os.environ.get("RANK", "0") == "0":
-            say("\nfinishing this step, then saving (once more to stop at once)")
+            say("\nfinishing this step, then saving (interrupt again to stop at once)")

@@ -29,6 +29,6 @@ class Gateway(Section):
         if self.command and self.function:
             raise ValueError(
                 f"gateway.command={list(self.command)} and gateway.function={self.function!r}: "
-                "one program is trained at a time"
+                "set only one of them"
             )
         return self

@@ -14,8 +14,8 @@ from flowtrain.config.shipped import PLANNER
 def _resolved(path: str) -> str:
     if path in ("tiny", "quickstart") and Path(path).is_dir():
         raise ValueError(
-            f"{path!r} means a model of flowtrain's own, and there is a folder of that name "
-            f"here: write './{path}'"
+            f"{path!r} is the name of a built-in model and of a folder here: write './{path}' for "
+            "the folder"
         )
     return str(PLANNER) if path == "quickstart" else path
 

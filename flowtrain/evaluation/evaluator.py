@@ -244,8 +244,8 @@ class Evaluator:
         cures = {
             "time": (
                 stats.out_of_time_share,
-                f"see rollout.request_timeout_s={rollout.request_timeout_s:g}, in which a response "
-                f"also waits its turn, and rollout.max_in_flight={rollout.max_in_flight}",
+                f"see rollout.request_timeout_s={rollout.request_timeout_s:g}, which includes the "
+                f"wait for a free slot, and rollout.max_in_flight={rollout.max_in_flight}",
             ),
             "the model's positions": (
                 stats.out_of_positions_share,

@@ -237,7 +237,7 @@ class PoolEvaluations:
                 if evaluation.left.get(part.name) != num_left:
                     evaluation.left[part.name], evaluation.moved = num_left, time.monotonic()
                 if self._has_ended.wait(pause_s):
-                    raise Unavailable("nobody waits for this evaluation any longer")
+                    raise Unavailable("the trainer no longer waits for this evaluation")
                 pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
             evaluation.left[part.name] = 0
         return True
@@ -271,7 +271,7 @@ def _rollouts(part: Part, result: EvalResult) -> tuple[Trajectory, ...]:
     return tuple(
         Trajectory(
             *(task, (), "", 0.0, derive_seed(part.seed, result.index, task.id, number)),
-            error="nodes: none of them could do it",
+            error="no node could answer the question",
         )
         for number in range(part.settings.trials)
     )

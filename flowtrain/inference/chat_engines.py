@@ -102,8 +102,8 @@ def _check_roles(config: Config, roles: Mapping[str, str]) -> None:
     reserved = [name for name in config.engines if name in (*NO_ENGINE, POLICY)]
     if reserved:
         raise UserError(
-            f"[engines.{reserved[0]}] needs another name: roles use {reserved[0]!r} for something "
-            "else"
+            f"[engines.{reserved[0]}] needs another name, because {reserved[0]!r} is a reserved "
+            "word of roles"
         )
     for role, name in roles.items():
         if name not in config.engines and (name != POLICY or role in _WITHOUT_POLICY):
@@ -119,7 +119,7 @@ def _check_roles(config: Config, roles: Mapping[str, str]) -> None:
 def _check_tool(config: Config, tool: str, name: str) -> None:
     key = f"agent.tool_engines.{tool}={name!r}"
     if tool not in {name.rpartition(":")[2] for name in config.agent.tools}:
-        raise UserError(f"{key}: agent.tools={list(config.agent.tools)} has no such tool")
+        raise UserError(f"{key}: agent.tools={list(config.agent.tools)} does not include this tool")
     if name not in config.engines:
         known = ", ".join(config.engines) or "nothing yet"
         raise UserError(f"{key} must be a name in [engines], which holds {known}")

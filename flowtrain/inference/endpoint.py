@@ -131,13 +131,13 @@ class Endpoint:
                 (_FIRST_PAUSE_S, _LONGEST_PAUSE_S),
                 max_retries=self._options.max_retries,
                 on_retry=self._note_retry,
-                silence="it is silent, or other requests took all the time",
+                silence="the endpoint is silent, or other requests used up the time",
             )
         except GaveUp as end:
             if isinstance(end.failure, _Dead) and not self._has_answered:
                 raise UserError(
-                    f"engines.{self._label}.base_url={self._options.base_url!r}: no server is "
-                    f"there: {end}"
+                    f"engines.{self._label}.base_url={self._options.base_url!r}: no server "
+                    f"responds: {end}"
                 ) from None
             raise EngineError(str(end)) from None
 
@@ -174,7 +174,7 @@ class Endpoint:
             raise Transient(problem, retry_after_s(response.headers.get("retry-after", "")))
         if status in _REFUSED and not self._has_answered:
             raise UserError(
-                f"engines.{self._label}: {url} answers HTTP {status} to model "
+                f"engines.{self._label}: {url} answers with HTTP {status} for model "
                 f"{self._options.model!r}: {shown(content)}"
             )
         if status != 200:
@@ -194,8 +194,8 @@ def _headers(label: str, options: Chat) -> dict[str, str]:
     key = os.environ.get(variable, "").strip() if variable else ""
     if variable and not (key and key.isascii() and key.isprintable()):
         raise UserError(
-            f"engines.{label}.api_key_env={variable!r}: this environment variable holds no key; "
-            "set it, or api_key_env = '' for none"
+            f"engines.{label}.api_key_env={variable!r}: this environment variable is not set; set "
+            "it to the API key, or set api_key_env = '' if the endpoint needs none"
         )
     return {"Accept-Encoding": ACCEPT_ENCODING} | (
         {"Authorization": f"Bearer {key}"} if key else {}
@@ -219,7 +219,7 @@ def parse_json(content: bytes) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
-        raise EngineError(f"a reply that is no JSON: {shown(content)}") from None
+        raise EngineError(f"a reply that is not JSON: {shown(content)}") from None
 
 
 def usage(reply: Any) -> tuple[int, int]:

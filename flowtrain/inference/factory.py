@@ -69,7 +69,7 @@ class ModelSpec:
         shape = load_config(path, key, trained=not any_attention)
         tokenizer = models.load_tokenizer(path, key)
         if not hasattr(shape, "max_position_embeddings"):
-            raise UserError(f"{key}={path!r} does not say how many positions the model has")
+            raise UserError(f"{key}={path!r} has a config without the number of positions")
         folder = home(path, key, _GENERATION)
         generation = GenerationConfig.from_model_config(shape)  # a model need not have another
         # A file that is there must be readable; one that is missing is no mistake.
@@ -243,7 +243,7 @@ def _vllm_model(
         )
     is_cpu = device.type == "cpu"
     if is_cpu and options.sleep:
-        raise UserError("vllm.sleep=true needs a GPU: on a CPU vLLM cannot give its memory back")
+        raise UserError("vllm.sleep=true needs a GPU: on a CPU vLLM cannot release its memory")
     _check_parallel(options.tensor_parallel_size, model, device)
     if is_cpu:
         environment = cpu_environment(torch.get_num_threads())
@@ -292,8 +292,8 @@ def _check_parallel(size: int, model: ModelSpec, device: torch.device) -> None:
     index = device.index or 0
     if device.type == "cuda" and index + size > torch.cuda.device_count():
         raise UserError(
-            f"vllm.tensor_parallel_size={size} takes GPUs {index} to {index + size - 1}, and there "
-            f"are {torch.cuda.device_count()}"
+            f"vllm.tensor_parallel_size={size} takes GPUs {index} to {index + size - 1}, but this "
+            f"machine has {torch.cuda.device_count()}"
         )
 
 

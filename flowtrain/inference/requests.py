@@ -41,8 +41,8 @@ def check_request(prompt_ids: Sequence[int], sampling: Sampling, max_tokens: int
     num_new = sampling.max_new_tokens
     if num_prompt < 1 or num_new < 1 or num_prompt + num_new > max_tokens:
         raise UserError(
-            f"a prompt of {num_prompt} tokens with max_new_tokens={num_new} does not fit: "
-            f"both must be at least 1 and together at most {max_tokens}"
+            f"a prompt of {num_prompt} tokens with max_new_tokens={num_new} does not fit: both "
+            f"must be at least 1 and their sum at most {max_tokens}"
         )
     if sampling.top_p < 1 and not sampling.top_k:
         raise UserError(

@@ -98,7 +98,7 @@ def check_template(tokenizer: ChatTokenizer, key: str, path: str, need: str) -> 
         reason = one_line(error)
         raise UserError(f"the chat template of {key}={path!r}, {need}, fails: {reason}") from error
     if not is_shown:
-        raise UserError(f"the chat template of {key}={path!r}, {need}, shows no message")
+        raise UserError(f"the chat template of {key}={path!r}, {need}, does not render the message")
 
 
 def message_end(tokenizer: Any) -> int | None:
@@ -170,7 +170,7 @@ class TokenChat:
 
     async def _reply(self, prompt: str, seed: int, deadline_s: float) -> str:
         engine, options = self.engine, self._options
-        assert engine is not None, f"{self._label} has no engine yet"
+        assert engine is not None, f"{self._label} has no engine yet: it is still starting"
         prompt_ids = encode_chat(self._tokenizer, prompt)
         max_new_tokens = engine.max_tokens - len(prompt_ids)
         if max_new_tokens < 1:
@@ -187,5 +187,5 @@ class TokenChat:
         call = await engine.generate(prompt_ids, sampling)
         self.meter.count(len(prompt_ids), len(call.response_ids))
         if call.finish_reason is FinishReason.DEADLINE:
-            raise EngineError(f"{self._label}: no whole reply within {deadline_s:g} s")
+            raise EngineError(f"{self._label}: no complete reply within {deadline_s:g} s")
         return self._tokenizer.decode(call.response_ids, skip_special_tokens=True)

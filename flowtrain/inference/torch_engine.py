@@ -115,7 +115,9 @@ class TorchEngine:
         """Bring the model's weights to a version in place: fetch while requests are sampled, write
         between two batches.
         """
-        assert self._reader is not None, "a model without a store is frozen"
+        assert self._reader is not None, (
+            "a model without a weight store cannot load another version"
+        )
         wait([self._reader.stage(version)])
         self._thread.submit(self._load, self._reader, version).result()
 

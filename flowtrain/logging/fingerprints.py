@@ -30,7 +30,7 @@ def check_same(
     if changes:
         text = "; ".join(changes[:_SHOWN])
         raise UserError(
-            f"{folder} was begun with other settings: {text}; go back to them or choose another "
+            f"{folder} was started with other settings: {text}; restore them or choose another "
             f"{key}"
         )
 

@@ -137,7 +137,7 @@ def _read(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
 
 
 def _damaged(path: Path, number: int) -> UserError:
-    return UserError(f"{path} line {number} is not a JSON object with a step: delete that line")
+    return UserError(f"{path} line {number} is not a JSON object with a step: delete this line")
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

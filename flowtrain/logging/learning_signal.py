@@ -70,9 +70,9 @@ class LearningSignal:
             example = "; ".join(total.said.get("failure", ())[:1])
             raise UserError(
                 f"step {step}: {num_failed:.0f} of {num:.0f} rollouts failed, and more than "
-                f"{MOST_FAILED:.0%} in each of {MOST_BROKEN} steps, so that what is trained is not "
-                f"like what is sampled: {example}. docs/hardening.md says what helps; the same "
-                "command with run.resume = 'auto' goes on from the newest checkpoint"
+                f"{MOST_FAILED:.0%} in each of {MOST_BROKEN} steps, so that training sees a "
+                f"biased part of the rollouts: {example}. docs/hardening.md says what helps; the "
+                "same command with run.resume = 'auto' goes on from the newest checkpoint"
             )
 
     def summary(self) -> dict[str, Any]:
@@ -120,10 +120,10 @@ def _cause(total: Tally) -> tuple[str, bool] | None:
     # The first that holds is told, from failed rollouts to samples left out.
     broken = {
         f"all {counts['rollouts']} rollouts failed; {example}": not counts["finished"],
-        "all prompts outgrow the model": not has_tokens
+        "all prompts are longer than the model's positions": not has_tokens
         and counts["outgrown"] == counts["rollouts"],
-        "no response has a token": not has_tokens,
-        f"all {left_out} samples were left out": left_out > counts["num_excluded/empty"]
+        "all responses are empty": not has_tokens,
+        f"all {left_out} samples were excluded": left_out > counts["num_excluded/empty"]
         and not counts["samples"],
     }
     for text, holds in broken.items():
@@ -133,9 +133,14 @@ def _cause(total: Tally) -> tuple[str, bool] | None:
     lowest, highest = min(rewards), max(rewards)
     text = f"all {counts['finished']} rewards are {lowest:g}"
     if lowest < highest:
-        text = f"the rollouts of each question have one reward, from {lowest:g} to {highest:g}"
+        text = (
+            "all rollouts of each question have the same reward; rewards range from "
+            f"{lowest:g} to {highest:g}"
+        )
     if num_malformed := counts["malformed"]:
-        text += f"; of {counts['turns']} actions {num_malformed} could not be read or named no tool"
+        text += (
+            f"; of {counts['turns']} actions {num_malformed} could not be parsed or named no tool"
+        )
     if num_failed := counts["rollouts"] - counts["finished"]:
         text += f"; {num_failed} rollouts failed"
     return text if counts["right"] else f"{text}; {example}", False
@@ -149,7 +154,7 @@ def _example(rollouts: Sequence[Trajectory], low: float) -> str:
     for rollout in rollouts:
         if rollout.reward == low:
             return (
-                f"the first is for {rollout.answer[-_CHARS:]!r} to "
+                f"the first answer is {rollout.answer[-_CHARS:]!r} to "
                 f"{rollout.task.question[:_CHARS]!r}, accepted: {rollout.task.answers[:3]!r}"
             )
     return ""

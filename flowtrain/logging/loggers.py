@@ -76,7 +76,7 @@ def _load(name: str, context: LoggerContext) -> Logger:
     origin = f"log.loggers={name!r}"
     factory = plugins.load(name, origin, "logger", GROUP, BUILT_IN)
     if not callable(factory):
-        raise UserError(f"{origin} is nothing that makes a logger")
+        raise UserError(f"{origin} is not a callable that creates a logger")
     with foreign(origin):
         logger: Logger = factory(context)
     return logger
@@ -88,7 +88,10 @@ def _load(name: str, context: LoggerContext) -> Logger:
 def open_tensorboard(run_dir: Path, resume_step: int) -> list[Logger]:
     """Open TensorBoard's files; none, with a warning, where its package is not installed."""
     if find_spec("tensorboard") is None:
-        _log.warning("no files of TensorBoard without it: pip install -e '.[plots]'")
+        _log.warning(
+            "TensorBoard is not installed, so no event files are written; install it "
+            "with: pip install -e '.[plots]'"
+        )
         return []
     return [TensorBoard(run_dir, resume_step)]
 
@@ -200,14 +203,18 @@ class Background:
         self._waiting.put(None)
         self._thread.join(_END_S)
         if self._thread.is_alive():
-            _log.warning("the logger %r has not ended within %g s", self._name, _END_S)
+            _log.warning(
+                "the logger %r did not finish within %g s; its last metrics may be missing",
+                self._name,
+                _END_S,
+            )
 
     def _put(self, work: Callable[[], None]) -> None:
         if self._waiting.qsize() < _MAX_WAITING:
             self._waiting.put(work)
         elif not self._is_full:
             self._is_full = True
-            _log.warning("the logger %r is too slow: it misses numbers", self._name)
+            _log.warning("the logger %r is too slow; some metrics are dropped", self._name)
 
     def _work(self) -> None:
         while (work := self._waiting.get()) is not None:
@@ -219,4 +226,4 @@ class Background:
             except Exception as error:  # noqa: BLE001 - foreign code may fail in any way
                 self._is_off = True
                 reason = one_line(error)
-                _log.warning("the logger %r is left out from now on: %s", self._name, reason)
+                _log.warning("the logger %r failed and is disabled: %s", self._name, reason)

@@ -64,7 +64,7 @@ class RunDir:
         Raises UserError when another process has it; `key` names the option of the folder.
         """
         _refuse_file(path, key)
-        return Lock.of_folder(path, f"end it or give another {key}")
+        return Lock.of_folder(path, f"end this process or choose another {key}")
 
     @classmethod
     def create(cls, path: Path, config_toml: str, manifest: dict[str, Any]) -> RunDir:
@@ -90,8 +90,8 @@ class RunDir:
         path = Path(path)
         if not (path / "manifest.json").is_file():
             raise UserError(
-                f"cannot resume {path}: it has no manifest.json, so no run began there; check "
-                "--run.dir or drop --resume"
+                f"cannot resume {path}: it has no manifest.json, so no run started there; check "
+                "--run.dir or omit --resume"
             )
         return cls(path)
 

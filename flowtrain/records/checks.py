@@ -23,7 +23,7 @@ def length_problem(tokens: Sample | Call, max_positions: int) -> str:
     num_inputs = len(tokens.prompt_ids) + len(tokens.response_ids) - 1
     if num_inputs <= max_positions:
         return ""
-    return f"it has {num_inputs} tokens, the model {max_positions} positions"
+    return f"it has {num_inputs} tokens, but the model has {max_positions} positions"
 
 
 def token_problem(tokens: Sample | Call, vocab_size: int) -> str:
@@ -42,15 +42,15 @@ def token_problem(tokens: Sample | Call, vocab_size: int) -> str:
     if len(counts) != len(response_ids) or min(counts) < 1 or sum(counts) != len(mask.ids):
         return "its sampling mask does not fit its response"
     if problem := _id_problem(mask.ids, vocab_size):
-        return f"of its sampling mask: {problem}"
+        return f"in its sampling mask: {problem}"
     end = 0
     for token, count in zip(response_ids, counts, strict=True):
         start, end = end, end + count
         choices = set(mask.ids[start:end])
         if token not in choices:
-            return f"token {token} is outside of its sampling mask"
+            return f"token {token} is not in its sampling mask"
         if len(choices) < count:
-            return f"the sampling mask of token {token} names an id twice"
+            return f"the sampling mask of token {token} contains an id twice"
     return ""
 
 
@@ -64,12 +64,12 @@ def routes_problem(tokens: Sample | Call, sizes: tuple[int, int, int] | None = N
     num_inputs = len(tokens.prompt_ids) + len(tokens.response_ids) - 1
     dimensions = routes.num_layers, routes.num_chosen
     if min(dimensions) < 1 or len(routes.experts) != num_inputs * routes.bytes_per_token:
-        return f"its routes are not those of {num_inputs} tokens"
+        return f"its routes do not cover {num_inputs} tokens"
     if sizes is None:
         return ""
     words = memoryview(routes.experts).cast("H" if routes.is_wide else "B")
     if dimensions != sizes[:2] or max(words) >= sizes[2]:
-        return "its routes are of another model"
+        return "its routes belong to another model"
     return ""
 
 
@@ -77,7 +77,7 @@ def _id_problem(ids: Iterable[int], vocab_size: int) -> str:
     extremes = max(ids, default=0), min(ids, default=0)
     return next(
         (
-            f"{token_id} is none of the model's {vocab_size} tokens"
+            f"{token_id} is not among the model's {vocab_size} tokens"
             for token_id in extremes
             if not 0 <= token_id < vocab_size
         ),

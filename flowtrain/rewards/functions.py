@@ -112,7 +112,8 @@ class RewardFunctions:
             function for place, function in enumerate(functions) if function.part in parts[:place]
         ]:
             raise UserError(
-                f"reward.function={twins[0].name!r}: another one is called {twins[0].part!r}, too"
+                f"reward.function={twins[0].name!r}: two functions have the part name "
+                f"{twins[0].part!r}"
             )
         pool = BlockingPool(MAX_CONCURRENCY + MAX_LOST, "reward")
         return cls(options, policies, functions, asyncio.Semaphore(MAX_CONCURRENCY), pool)
@@ -130,8 +131,8 @@ class RewardFunctions:
             for task in tasks:
                 if not task.answers:
                     raise UserError(
-                        f"task {task.id!r}: reward.function={function.name!r} needs an answer, and "
-                        "there is none"
+                        f"task {task.id!r}: reward.function={function.name!r} needs an answer, "
+                        "but the task has none"
                     )
                 check(replace(task, scorer=function.name))
 
@@ -188,12 +189,13 @@ class RewardFunctions:
         for function in self.functions:
             for name, part in (await self._call(function, trajectory)).items():
                 if name in parts:
-                    text = f"reward function {function.name}: another one gives {name!r}, too"
+                    text = f"reward function {function.name}: another function returns {name!r} too"
                     raise _Failed("value", text)
                 if isinstance(part, ByPolicy):
                     if strangers := part.keys() - set(self.policies):
                         text = (
-                            f"{name!r} has a reward of {strangers.pop()!r}, no policy of this run"
+                            f"{name!r} has a reward for {strangers.pop()!r}, which is no policy "
+                            "of this run"
                         )
                         raise _Failed("value", f"reward function {function.name}: {text}")
                     parts |= {f"{name}/{policy}": x for policy, x in part.items()}
@@ -238,7 +240,7 @@ class RewardFunctions:
         finally:
             running.cancel()
         if running.cancelled():
-            raise _Failed("exception", "it was cancelled from inside")
+            raise _Failed("exception", "the function cancelled itself")
         return running.result()
 
     def _warn(self, failure: _Failed) -> None:
@@ -246,7 +248,7 @@ class RewardFunctions:
         if failure.reason not in self.warned:
             self.warned.add(failure.reason)
             _log.warning(
-                "%s; such a rollout fails, and is counted as reward_failures/%s",
+                "%s; the rollout fails and is counted as reward_failures/%s",
                 failure,
                 failure.reason,
             )
@@ -317,7 +319,7 @@ def _parts(function: _Function, value: object) -> _Parts:
             raise _Failed("value", f"its part {_shown(name)} is {_shown(part)}, not a number")
         parts[name] = float(part) if numbers is not part else tuple(map(float, numbers))
     sums = {name: _sum_of(part) for name, part in parts.items()}
-    if problem := "it returned no part" if not parts else part_problem(sums):
+    if problem := "it returned an empty mapping" if not parts else part_problem(sums):
         raise _Failed("value", problem)
     return parts
 

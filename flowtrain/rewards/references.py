@@ -50,11 +50,11 @@ def check_source(source: TaskSource) -> None:
         return
     task, answer = wrong[0]
     raise UserError(
-        f"tasks.path={source.path!r}: the solutions of {len(wrong)} of {len(cases)} rows are wrong "
-        f"by their own scorer {task.scorer!r}: {shortened(answer)!r} is not the accepted "
+        f"tasks.path={source.path!r}: the scorer {task.scorer!r} rejects the solutions of "
+        f"{len(wrong)} of {len(cases)} rows: {shortened(answer)!r} is not the accepted "
         f"{shortened(' | '.join(task.answers))!r} of {task.id}; another column "
         f"(tasks.answer_key), rule (tasks.scorer) or layout (tasks.preset, here {source.preset}) "
-        "may fit"
+        "may be the right one"
     )
 
 

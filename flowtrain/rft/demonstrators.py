@@ -32,14 +32,14 @@ def make_expert(components: RunComponents, agent: Agent) -> Agent:
         return agent
     if not isinstance(agent, Flow):
         raise UserError(
-            "rft.expert='scripted' plays the planner of agent.name='agentflow', and it is "
-            f"{config.agent.name!r}, so use 'policy', or rft.conversations"
+            "rft.expert='scripted' requires agent.name='agentflow', which is "
+            f"{config.agent.name!r}; use rft.expert='policy' or rft.conversations"
         )
     unplanned = next((task for task in components.tasks.train if not task.plan), None)
     if unplanned is not None:
         raise UserError(
             f"rft.expert='scripted' needs tasks with a plan; tasks.name={config.tasks.name!r} has "
-            "none, so use 'policy'"
+            "none; use rft.expert='policy'"
         )
     return scripted(agent, config.rft.expert_error)
 

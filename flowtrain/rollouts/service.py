@@ -266,16 +266,16 @@ class Service:
                 "the same flowtrain on both",
             )
         if path != PREFIX + name or name not in METHODS:
-            raise Rejected(404, "there is no such method")
+            raise Rejected(404, "unknown method")
         if request.method != "POST":
-            raise Rejected(405, "methods are asked by POST", {"Allow": "POST"})
+            raise Rejected(405, "methods require POST", {"Allow": "POST"})
         roles = METHODS[name].roles
         if roles and caller.role not in (*roles, Role.ALL):
             raise Rejected(
-                403, f"the token of the {caller.role} {caller.name!r} may not ask to {name}"
+                403, f"the token of the {caller.role} {caller.name!r} is not allowed to call {name}"
             )
         if request.headers.get(RUN_HEADER, self._run) != self._run:
-            raise Rejected(409, "this service has another run now; join it again")
+            raise Rejected(409, "this service now serves another run; join again")
         return name
 
     def _parse(self, caller: Caller, name: str, body: bytes) -> Any:

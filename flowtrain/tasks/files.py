@@ -105,7 +105,7 @@ def load_source(
     if not tasks:
         raise UserError(f"{path}: holds no tasks; at least one is needed")
     if 0 < num_unanswered < len(tasks):
-        unanswered = f"{num_unanswered:,} of them without an answer, {unanswered}"
+        unanswered = f"{num_unanswered:,} of them have no answer, {unanswered}"
     else:
         unanswered = ""  # all have one, or a reward function needs none
     return TaskSource(str(path), preset, tuple(tasks), solutions, num_system, unanswered)
@@ -167,7 +167,7 @@ def _opened(path: str, split: str) -> tuple[str, _Read]:
         return f"{path.partition('/')[2].replace(':', '-')}-{split}", lambda columns: iter(rows)
     if split != DEFAULT_SPLIT:
         raise UserError(
-            f"tasks.split={split!r} goes with a folder or a data set of the Hub, not with the file "
+            f"tasks.split={split!r} requires a folder or a dataset of the Hub, not the file "
             f"{path!r}"
         )
     return place.stem, partial(read_rows, place)

@@ -77,7 +77,8 @@ def check(task: Task) -> None:
         for name in (*goal.names, *task.answers):
             if spaced(name) in spaced(goal.query) and spaced(name) not in spaced(task.question):
                 raise UserError(
-                    f"task {task.id!r}: the query {goal.query!r} of a sub-goal gives {name!r} away"
+                    f"task {task.id!r}: the query {goal.query!r} of a sub-goal reveals its answer "
+                    f"{name!r}"
                 )
 
 

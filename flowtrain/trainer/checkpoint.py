@@ -274,15 +274,15 @@ def latest(root: Path) -> Path | None:
     for path in _newest_first(root):
         if (path / "state.json").exists():
             raise UserError(
-                f"{path} has the layout of an older version of flowtrain: resume it with the one "
-                f"that manifest.json names, or begin a new run with --model.path {path}"
+                f"{path} has the layout of an older version of flowtrain: resume it with the "
+                f"version in manifest.json, or start a new run with --model.path {path}"
             )
         try:
             verify(path)
             return path
         except (StoreError, OSError) as error:
             if path.suffix != _SCRATCH:
-                _log.warning("checkpoint %s is passed over: %s", path, error)
+                _log.warning("skipping checkpoint %s: %s", path, error)
     return None
 
 
@@ -297,8 +297,8 @@ def settle(root: Path) -> Path | None:
     if chosen is None:
         if damaged:
             raise UserError(
-                f"no checkpoint in {root} is whole; bring one back, or delete that folder to begin "
-                "again"
+                f"no checkpoint in {root} is complete; restore one, or delete this folder to "
+                "start again"
             )
         return None
     if chosen.suffix == _SCRATCH:
@@ -385,11 +385,13 @@ def _check_model(
     are_adapters = [any(map(lora.is_adapter_name, names)) for names in (sizes, saved)]
     if are_adapters[0] != are_adapters[1]:
         held = "an adapter" if are_adapters[1] else "a whole model"
-        raise UserError(f"{path} holds {held}: lora.rank is not what it was trained with")
+        raise UserError(
+            f"{path} holds {held}: lora.rank differs from the training of the checkpoint"
+        )
     if sizes != saved:
         differing = sorted(
             name for name in {**sizes, **saved} if sizes.get(name) != saved.get(name)
         )
-        cure = "; are lora.rank and lora.targets as they were?" if are_adapters[0] else ""
+        cure = "; check that lora.rank and lora.targets are unchanged" if are_adapters[0] else ""
         held = "adapter" if are_adapters[0] else "model"
         raise UserError(f"{path} holds another {held}: {differing[:3]} differ{cure}")

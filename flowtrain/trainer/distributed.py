@@ -53,9 +53,9 @@ class World:
         size, rank = _variable("WORLD_SIZE", 1), _variable("RANK", 0)
         local_rank, _ = _variable("LOCAL_RANK", 0), _variable("LOCAL_WORLD_SIZE", 1)
         if rank >= size:
-            raise Unmet(f"RANK={rank} must be below WORLD_SIZE={size}, both set by torchrun")
+            raise Unmet(f"RANK={rank} must be below WORLD_SIZE={size}; torchrun sets both")
         if size > 1 and (missing := [name for name in _MEETING if not os.environ.get(name)]):
-            raise Unmet(f"WORLD_SIZE={size} needs {missing[0]}, both set by torchrun")
+            raise Unmet(f"WORLD_SIZE={size} needs {missing[0]}; torchrun sets both")
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         place = torch.device(kind)
         if kind == "cuda":
@@ -170,7 +170,7 @@ def _variable(name: str, default: int) -> int:
     """Read a number of torchrun's from the environment."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal() or (name.endswith("SIZE") and not int(text)):
-        raise Unmet(f"{name}={text!r} in the environment is no number as torchrun sets it")
+        raise Unmet(f"{name}={text!r} in the environment is not a number; torchrun sets it")
     return int(text)
 
 

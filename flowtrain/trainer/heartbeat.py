@@ -82,8 +82,8 @@ class Heartbeat:
         while not self._ended.wait(BEAT_S):
             if self.misses():
                 say(
-                    f"rank {self._rank} ends: rank {self._next}, or the host that the ranks met "
-                    f"at, has given no sign of life for {MOST_SILENT * BEAT_S:g} s"
+                    f"rank {self._rank} ends: rank {self._next}, or the rendezvous host, has sent "
+                    f"no heartbeat for {MOST_SILENT * BEAT_S:g} s"
                 )
                 _end()
 

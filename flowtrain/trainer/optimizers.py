@@ -206,8 +206,9 @@ class ShardOptimizer:
         for place, (part, whole) in own.items():
             if saved.get(place) != (whole or part.shape):
                 raise UserError(
-                    f"the checkpoint has no {place!r} of {tuple(whole or part.shape)}: resume with "
-                    "the train.optimizer that wrote it, 8-bit moments on as many ranks"
+                    f"the checkpoint has no {place!r} of {tuple(whole or part.shape)}: resume "
+                    "with the train.optimizer that wrote it and, for 8-bit moments, with the same "
+                    "number of ranks"
                 )
         read(own)
 

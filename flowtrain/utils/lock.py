@@ -82,8 +82,8 @@ class Lock:
         assert self._held is not None, "it was released"
         if not _is_in_place(self._path, self._held.descriptor):
             raise UserError(
-                f"{self._path} was deleted, so that another process may write {self._subject} too; "
-                "this one ends"
+                f"{self._path} was deleted, so another process may be writing {self._subject} "
+                "too; this one ends"
             )
 
     def release(self) -> None:
@@ -155,8 +155,8 @@ def _acquire(path: Path) -> int | str:
                     return _read_holder(descriptor) or "another process"
             except OSError as error:
                 raise UserError(
-                    f"cannot lock {path}: {error.strerror}; mount its file system with locks, or "
-                    "use another"
+                    f"cannot lock {path}: {error.strerror}; mount its file system with lock "
+                    "support, or use another one"
                 ) from error
         time.sleep(_TICK_S)
 

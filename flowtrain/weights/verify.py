@@ -102,8 +102,8 @@ class Verifier:
             check_layout(start.layout, target.layout, target.version)
             for name in target.missed_by(start, changes):
                 self.problems.append(
-                    f"version {target.version}: its deltas from version {version} do not lead to "
-                    f"its digest of {name!r}"
+                    f"version {target.version}: its deltas from version {version} do not "
+                    f"reproduce its digest of {name!r}"
                 )
 
     def _validate(self, blob: Blob, words: U16 | None) -> None:

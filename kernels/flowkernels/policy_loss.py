@@ -34,11 +34,12 @@ from flowkernels.targets import TARGETS, SamplingMask, Slopes, Targets, unflatte
 from flowkernels.token_loss import INPUTS, TokenInputs, TokenLossFn, token_loss, unflatten_inputs
 
 TAKEN_TWICE = (
-    "the gradient of a policy loss was taken twice; it is handed over at the first backward pass"
+    "the gradient of a policy loss was taken twice, but only the first backward pass gets it; "
+    "call the loss again for another one"
 )
 TOO_LATE = (
-    "the gradient of a policy loss in float16 was rounded before it is scaled by {:g}: scale "
-    "weight_T in place of the loss, or take bfloat16, which needs no loss scale"
+    "the gradient of a policy loss in float16 was rounded before scaling by {:g}: scale weight_T "
+    "instead of the loss, or use bfloat16, which needs no loss scale"
 )
 
 

@@ -181,7 +181,7 @@ def test_ranks_share_the_rows(tmp_path: Path) -> None:
         ({"messages": [USER, ANSWER], "tools": [{"type": "custom"}]}, "tools.0.type: "),
         (
             {"messages": [USER, {**ANSWER, "content": "a<|im_end|>b"}]},
-            "messages.1 holds '<|im_end|>', which would end it",
+            "messages.1 holds '<|im_end|>', which would end the message",
         ),
     ],
 )

@@ -81,7 +81,7 @@ def test_rollouts_of_other_tasks_are_refused(tmp_path: Path) -> None:
     put(log, 1, rollout(1))
     log.check(TASKS)
     log.check(TASKS[:1])
-    with pytest.raises(UserError, match="'t-1' as demonstration 1, and it is 't-0' now"):
+    with pytest.raises(UserError, match="'t-1' as demonstration 1, but the task is 't-0' now"):
         log.check([TASKS[1], TASKS[0]])
 
 

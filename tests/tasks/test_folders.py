@@ -98,7 +98,7 @@ def test_what_is_no_one_data_set_is_refused(tmp_path: Path) -> None:
     for name in ("main/train-00000-of-00001.parquet", "socratic/train-00000-of-00001.parquet"):
         write(tmp_path / "configs" / name, rows("a"))
     for name, message in (
-        ("none", "holds no data set: "),
+        ("none", "holds no dataset: "),
         ("configs", "split 'train' lies in several folders, main, socratic; name one of them"),
     ):
         with pytest.raises(UserError, match=re.escape(message)) as refused:
@@ -126,7 +126,7 @@ def test_a_run_takes_the_split_that_the_config_names(tmp_path: Path) -> None:
 
 def test_a_file_has_no_splits(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", rows("a"))
-    with pytest.raises(UserError, match=r"tasks\.split='test' goes with a folder .*train\.jsonl"):
+    with pytest.raises(UserError, match=r"tasks\.split='test' requires a folder .*train\.jsonl"):
         load_tasks(tmp_path / "train.jsonl", split="test")
 
 

@@ -135,7 +135,7 @@ def test_a_question_with_a_picture_is_refused(
     tmp_path: Path, name: str, row: dict, found: str
 ) -> None:
     path = write(tmp_path, name, [row])
-    told = rf"1: asks about more than text \('{found}'\), which no model here is trained on$"
+    told = rf"1: has content other than text \('{found}'\), which training does not support$"
     with pytest.raises(UserError, match=told):
         load_tasks(path)
     nothing = {key: [] if key == found else value for key, value in row.items()}

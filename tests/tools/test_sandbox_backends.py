@@ -146,14 +146,14 @@ def test_without_bubblewrap_auto_refuses_and_names_the_ways(
         chosen(python_packages=["numpy"])
     assert str(refused.value) == (
         "agent.sandbox='auto': bubblewrap (the program bwrap) is not installed. Install it "
-        "(apt-get install bubblewrap) and allow namespaces; or, where nothing of value can be "
-        "read, set agent.sandbox = 'limits', which keeps code from no file (docs/tools.md)"
+        "(apt-get install bubblewrap) and allow namespaces; or, if the machine holds nothing "
+        "confidential, set agent.sandbox = 'limits', which protects no files (docs/tools.md)"
     )
     with pytest.raises(UserError, match=r"^agent\.sandbox='bubblewrap': bubblewrap \(the program"):
         chosen(sandbox="bubblewrap")
     assert chosen().name == "seccomp", "pure computation needs none"
     can = "READ ALL FILES THAT ANY USER MAY READ" if IS_ROOT else "READ AND WRITE YOUR FILES"
-    warned = rf"^sandbox 'limits': code that a model wrote can {can}; install bubblewrap"
+    warned = rf"^sandbox 'limits': model-written code can {can}; install bubblewrap"
     with pytest.warns(RuntimeWarning, match=warned):
         assert chosen(sandbox="limits", python_packages=["numpy"]).name == "limits"
 

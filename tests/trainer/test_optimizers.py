@@ -378,7 +378,7 @@ def test_one_rank_goes_on_from_a_checkpoint_of_two(
     model = sharding.shard(models.load_model(wide_path, torch.float32), alone, spec)
     trainer = Trainer(model, alone, LossSpec(), OptimSpec(lr=1e-2, kind=kind))
     if KINDS[kind].is_8bit:
-        with pytest.raises(UserError, match="8-bit moments on as many ranks"):
+        with pytest.raises(UserError, match="for 8-bit moments, with the same number of ranks"):
             checkpoint.restore(path, trainer.model, trainer.optimizer, alone)
         return
     checkpoint.restore(path, trainer.model, trainer.optimizer, alone)

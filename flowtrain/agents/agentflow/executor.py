@@ -104,7 +104,7 @@ class Executor:
         try:
             arguments = json.loads(json.dumps(arguments, allow_nan=False))
         except (TypeError, ValueError):
-            raise NoCommand(f"its arguments are no JSON: {arguments!r}") from None
+            raise NoCommand(f"its arguments are not valid JSON: {arguments!r}") from None
         note = f"the first of {command.num_commands} commands" if command.num_commands > 1 else ""
         return arguments, note, rules
 

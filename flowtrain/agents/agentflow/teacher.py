@@ -77,8 +77,8 @@ def taught(agent: Agent, teacher: ChatEngine, config: Config, tools: Mapping[str
     """
     if not isinstance(agent, Flow):
         raise UserError(
-            f"rft.expert={config.rft.expert!r} plays a policy of agent.name='agentflow', and it is "
-            f"{config.agent.name!r}, so use 'policy', or rft.conversations"
+            f"rft.expert={config.rft.expert!r} requires agent.name='agentflow', which is "
+            f"{config.agent.name!r}; use rft.expert='policy' or rft.conversations"
         )
     voice = ChatVoice(teacher, config.rollout.request_timeout_s)
     role = config.train.policy

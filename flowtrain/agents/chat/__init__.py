@@ -27,9 +27,9 @@ class Chat:
         tokenizer = session.policy_of(policy).tokenizer
         if not tokenizer.chat_template:
             raise UserError(
-                f"the model of {policy or 'the policy'} has no chat template, which a chat needs: "
-                "take a chat model (`make smollm2` makes a small one), or write the prompt "
-                "yourself and call session.sample (docs/agents/custom.md)"
+                f"the model of {policy or 'the policy'} has no chat template, which Chat "
+                "requires: use a chat model (`make smollm2` builds a small one), or write the "
+                "prompt yourself and call session.sample (docs/agents/custom.md)"
             )
         self._template = ChatTemplate(tokenizer)
         self._news: list[Message] = []

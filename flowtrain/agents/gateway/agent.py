@@ -47,8 +47,8 @@ class GatewayAgent(SessionAgent):
         for key in ("tools", "instructions"):
             if value := getattr(config.agent, key):
                 raise UserError(
-                    f"agent.{key}={value!r} does not go with agent.name='gateway', whose program "
-                    "has its own"
+                    f"agent.{key}={value!r} cannot be combined with agent.name='gateway', whose "
+                    "program has its own"
                 )
         _dialect(config, tokenizer)
         _program(config).close()

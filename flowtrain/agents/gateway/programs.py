@@ -74,7 +74,9 @@ def task_record(task: Task, columns: tuple[str, ...]) -> dict[str, Any]:
     extra = task.extra if columns else {}
     for name in columns:
         if name != "answers" and name not in extra:
-            raise UserError(f"gateway.columns={list(columns)}: task {task.id!r} has no {name!r}")
+            raise UserError(
+                f"gateway.columns={list(columns)}: task {task.id!r} has no column {name!r}"
+            )
         record[name] = list(task.answers) if name == "answers" else extra[name]
     return record
 
@@ -97,13 +99,17 @@ class Command:
             for word in options.command
         ]
         if shutil.which(words[0], path=path) is None:
-            raise UserError(f"gateway.command={list(options.command)}: there is no {words[0]!r}")
+            raise UserError(
+                f"gateway.command={list(options.command)}: there is no program {words[0]!r}"
+            )
         self._words = words
         self._columns = options.columns
         self._environment = {"PATH": path, "LANG": os.environ.get("LANG", "C.UTF-8")}
         for name in options.environment:
             if name not in os.environ:
-                raise UserError(f"gateway.environment: {name!r} is not set")
+                raise UserError(
+                    f"gateway.environment: {name!r} is not set in the environment of this process"
+                )
             self._environment[name] = os.environ[name]
 
     async def solve(self, rollout: Rollout, base_url: str) -> Outcome:

@@ -123,9 +123,9 @@ class Gateway:
 
     async def _route(self, request: Request, path: str, wire: Wire) -> Response:
         if path not in WIRES and path != COUNT:
-            raise Refusal("there is no such path", status=404)
+            raise Refusal("unknown path", status=404)
         if request.method != "POST":
-            raise Refusal("the path is asked otherwise", status=405)
+            raise Refusal("method not allowed for this path", status=405)
         rollout = self._rollout(request)
         if rollout.num_requests >= MAX_REQUESTS:
             text = f"more than {MAX_REQUESTS} requests of a rollout at a time"

@@ -102,8 +102,8 @@ class LoggedRun:
                 is_training and not (self.path / "summary.json").is_file()
             ),
             "No step has been logged, so there are no curves.": not self._series,
-            "No rollouts have been logged: curves and results are all there is.": not self.places,
-            "The tokenizer of the run is gone: tokens are shown as ids, and prompts not at all.": (
+            "No rollouts have been logged: the page shows curves and results only.": not self.places,
+            "The run's tokenizer is missing: tokens appear as ids, without prompts.": (
                 self.places and self._tokenizer is None
             ),
         }

@@ -98,7 +98,7 @@ class LeaseBook:
             )
         for name, version in request.versions.items():
             if not 0 <= version <= MAX_VERSION:
-                raise Refused(f"version {version} of {name[:100]!r} is none")
+                raise Refused(f"version {version} of {name[:100]!r} does not exist")
         # First without the lock of `meta`, which only drawing new work items needs.
         with self.database.write() as transaction:
             answer = self._answer(transaction, request)
@@ -149,9 +149,9 @@ class LeaseBook:
             *(request.node, request.life),
         )
         if node is None:
-            raise Refused(f"node {request.node!r}: it has not joined")
+            raise Refused(f"node {request.node!r} has not joined")
         if not node.is_current:
-            raise Refused(f"node {request.node!r}: another process has joined by its name")
+            raise Refused(f"node {request.node!r}: another process has joined under this name")
         return node
 
     def _note_node(
@@ -216,7 +216,7 @@ class LeaseBook:
         overdue = [(row.id, row.attempt) for row in rows]
         end_leases(transaction, overdue, RAN_OUT, self.config.dataflow)
         for node, num in Counter(row.node for row in rows).items():
-            text = "node %s is silent for %g s: %d work items of it go to others"
+            text = "node %s has been silent for %g s: its %d work items go to other nodes"
             _log.info(text, node, self.config.dataflow.lease_s, num)
 
     def _allowed(

@@ -56,8 +56,8 @@ class Ledger:
         """Identity of the run."""
         if changed := self._prompts.open(self.database):
             raise UserError(
-                f"{self.database.name} belongs to a run with other tasks ({changed}): give those "
-                "that it began with, in their order, or name another database"
+                f"{self.database.name} belongs to a run with other tasks ({changed}): use the "
+                "original tasks in their order, or another database"
             )
         common = (self.database, config)
         nodes = Nodes(*common)

@@ -156,8 +156,8 @@ def prepare(database: Database, fixed: str) -> str:
             pairs = zip(stored.splitlines(), fixed.splitlines(), strict=True)
             changed = next(f"{old!r} is {new!r} now" for old, new in pairs if old != new)
             raise UserError(
-                f"{database.name} belongs to a run with other options ({changed}): give them as "
-                "they were, or name another database"
+                f"{database.name} belongs to a run with other options ({changed}): use the "
+                "original options, or another database"
             )
     return str(meta.run)
 
@@ -168,11 +168,11 @@ def meta_row(transaction: Transaction, name: str) -> Any:
     """
     meta: Any = transaction.one("SELECT * FROM meta") if _is_made(transaction) else None
     if not hasattr(meta, "version"):
-        raise UserError(f"{name} is no ledger: name another database")
+        raise UserError(f"{name} is not a ledger: choose another database")
     if meta.version != VERSION:
         raise UserError(
-            f"{name} is a ledger with schema {meta.version}, this flowtrain has {VERSION}: end its "
-            "run with the flowtrain that began it, or name another database"
+            f"{name} is a ledger with schema {meta.version}, this flowtrain has {VERSION}: finish "
+            "its run with the flowtrain version that started it, or choose another database"
         )
     return meta
 

@@ -266,8 +266,8 @@ class SqliteDatabase(Database):
             "SQLITE_READONLY": "make it writable, and its folder",
             "SQLITE_CANTOPEN": "check that its folder exists and is writable",
             "SQLITE_IOERR": "check its disk, and free some space",
-            "SQLITE_NOTADB": "name another file, or none that exists",
-            "SQLITE_CORRUPT": "bring back a copy of it",
+            "SQLITE_NOTADB": "choose another file, or a new one",
+            "SQLITE_CORRUPT": "restore a backup of it",
         }
         if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
             return Unavailable(f"{self.name} was not free in {WAIT_S:.0f} s")

@@ -52,7 +52,8 @@ def check(config: Config) -> None:
     load_algorithm(config).check_nodes()
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
-            "a node is one process: start it without torchrun, once per GPU (CUDA_VISIBLE_DEVICES)"
+            "a node runs in one process: start it without torchrun, once per GPU "
+            "(CUDA_VISIBLE_DEVICES)"
         )
 
 
@@ -66,7 +67,7 @@ def store_of(
     for name, location in locations.items():
         if name not in names:
             choices = ", ".join(names)
-            raise UserError(f"--store {name}={location}: this run has the policies {choices}")
+            raise UserError(f"--store {name}={location}: the policies of this run are {choices}")
     return {**{name: state.store for name, state in policies.items() if name in names}, **locations}
 
 

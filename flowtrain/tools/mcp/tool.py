@@ -57,7 +57,7 @@ class Server:
         """Connect. Raises UserError for a server that cannot be reached, or lacks a variable."""
         key = f"mcp.{name}"
         if not options.command and not options.url:
-            raise UserError(f"{key}: give {key}.command or {key}.url")
+            raise UserError(f"{key}: set {key}.command or {key}.url")
         token = ""
         if options.token_env:
             token = key_from_env(options.token_env, f"{key}.token_env", options.url)

@@ -75,7 +75,7 @@ def _backend(agent: Agent, only_parses: bool) -> Backend:
     if agent.sandbox == "auto" and only_parses:
         return limits.backend(packages)
     raise UserError(
-        f"agent.sandbox={agent.sandbox!r}: {reason}. Install it (apt-get install bubblewrap) "
-        "and allow namespaces; or, where nothing of value can be read, set "
-        "agent.sandbox = 'limits', which keeps code from no file (docs/tools.md)"
+        f"agent.sandbox={agent.sandbox!r}: {reason}. Install it (apt-get install bubblewrap) and "
+        "allow namespaces; or, if the machine holds nothing confidential, set agent.sandbox = "
+        "'limits', which protects no files (docs/tools.md)"
     )

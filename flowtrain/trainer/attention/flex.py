@@ -178,7 +178,9 @@ class FlexTree:
             pairs = zip(*before, fills, (key_1HND, value_1HND), strict=True)
             key_1HND, value_1HND = (torch.cat(parts, 2) for parts in pairs)
         if self.flash and (window or sink_H is not None):
-            raise UserError("train.attention='flash' knows no windows and no sinks: take 'flex'")
+            raise UserError(
+                "train.attention='flash' supports neither windows nor sinks: use 'flex'"
+            )
         inputs = query_1HND, key_1HND, value_1HND
         out, lse = self._run(*inputs, scaling, window, has_lse=sink_H is not None)
         if sink_H is not None:

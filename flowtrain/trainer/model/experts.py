@@ -227,8 +227,8 @@ def problem(model: PreTrainedModel) -> str:
     if not found:
         return "transformers does not name its routers"
     if not model._can_set_experts_implementation():
-        return "its experts cannot be computed by grouped products"
-    return "" if form_of(found) else f"{type(found[0]).__name__} weighs experts in its own way"
+        return "its experts do not support grouped matrix products"
+    return "" if form_of(found) else f"{type(found[0]).__name__} uses unsupported expert weights"
 
 
 def find_routers(model: nn.Module) -> list[nn.Module]:

@@ -51,8 +51,8 @@ def add_adapter(
     }
     if unknown := [target for target in lora.targets if target not in linear]:
         raise UserError(
-            f"lora.targets={list(lora.targets)}: {unknown[0]!r} is no linear layer of {base!r}, "
-            f"which has {', '.join(sorted(linear))}"
+            f"lora.targets={list(lora.targets)}: {unknown[0]!r} is not a linear layer of "
+            f"{base!r}, which has {', '.join(sorted(linear))}"
         )
     spec = LoraConfig(
         r=lora.rank,
@@ -221,7 +221,7 @@ def merge_saved(model: PreTrainedModel, path: str, key: str = "model.path") -> P
 
     with reading(f"{key}={path!r} is no adapter that peft can merge into its model"):
         if not (Path(path) / WEIGHTS).exists():
-            raise UserError(f"{key}={path!r} lacks {WEIGHTS}, which alone is read of an adapter")
+            raise UserError(f"{key}={path!r} lacks {WEIGHTS}, the only supported adapter file")
         adapted = PeftModel.from_pretrained(model, path)
         own = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
         with safe_open(Path(path) / WEIGHTS, "pt") as tensors:
@@ -229,8 +229,8 @@ def merge_saved(model: PreTrainedModel, path: str, key: str = "model.path") -> P
         others = (own - there) | {name for name in there - own if "lora_" in name}
         if others:
             raise UserError(
-                f"{key}={path!r}: {WEIGHTS} is not of {_CONFIG}: {len(others)} tensors differ, "
-                f"such as {min(others)}"
+                f"{key}={path!r}: {WEIGHTS} does not match {_CONFIG}: {len(others)} tensors "
+                f"differ, such as {min(others)}"
             )
         if getattr(model.config, "tie_word_embeddings", False) and _changes_embeddings(model):
             _untie(model)

@@ -78,7 +78,7 @@ def dry_run(config: Config) -> int:
             _say(f"\n==== rollout {number} of {len(rollouts)}")
             for line in _RolloutText(components, trajectory).lines():
                 _say(line)
-        _say("\na dry run: nothing was written")
+        _say("\ndry run finished: nothing was written")
         if all(trajectory.error for trajectory in rollouts):
             raise UserError(f"all rollouts failed, the first with: {rollouts[0].error}")
     return 0
@@ -106,7 +106,7 @@ def _prompt_lengths(components: RunComponents) -> str:
     """Measure the first prompts of some tasks, without an analyst's text."""
     config = components.config
     if config.agent.name not in _BUILT_IN_AGENTS or config.agent.environment:
-        return "first prompts: those of the rollouts below, because others' code makes them"
+        return "first prompts: see the rollouts below, because third-party code writes them"
     roles = config.roles.model_copy(update={"analyst": "none"})
     config = config.model_copy(update={"roles": roles})
     components = replace(components, algorithm=components.algorithm.with_config(config))
@@ -123,7 +123,7 @@ def _prompt_lengths(components: RunComponents) -> str:
     too_long = sum(length > max_prompt_tokens for length in lengths)
     return (
         f"first prompts of {len(lengths)} tasks: {min(lengths)} to {max(lengths)} tokens, median "
-        f"{statistics.median(lengths):g}; the model has {positions} positions, of which a response "
+        f"{statistics.median(lengths):g}; the model has {positions} positions, and a response "
         f"takes up to {config.rollout.max_new_tokens}"
         + (f": {too_long} prompts are too long" if too_long else "")
     )
@@ -138,7 +138,8 @@ async def _first_prompts(agent: Agent, tasks: Sequence[Task]) -> list[int]:
             lengths.append(prompt.num_tokens)
         else:
             raise UserError(
-                f"there is no prompt of task {task.id}: {trajectory.error or 'none is asked'}"
+                f"task {task.id} has no prompt: "
+                f"{trajectory.error or 'the agent sampled no response'}"
             )
     return lengths
 
@@ -170,8 +171,8 @@ def _agent(components: RunComponents, folder: Path, cleanup: ExitStack) -> Agent
         agent = components.make_agent(engines, config.agent.max_turns)
         cleanup.callback(agent.close)
         if not isinstance(agent, Flow) or not all(task.plan for task in components.tasks.train):
-            raise UserError(f"{missing_reason}; and no scripted expert knows how to do these tasks")
-        _say(f"rollouts of a scripted expert, because there is no engine: {missing_reason}")
+            raise UserError(f"{missing_reason}; and no scripted expert can solve these tasks")
+        _say(f"rollouts of a scripted expert, because the engine is unavailable: {missing_reason}")
         return scripted(agent, 0.0)
     stores = {}
     if config.model.path == "tiny":  # which no folder has

@@ -206,9 +206,9 @@ def check_splits(components: RunComponents) -> None:
         added = [key for key, value in current.items() if value not in recorded.values()]
         gone = [key for key, value in recorded.items() if value not in current.values()]
         raise UserError(
-            f"{(added or gone)[0]} does not hold out what it did when {run.dir} began, so the run "
-            "would train questions that it was measured on: bring the old file and "
-            "tasks.held_out_share back, or choose another --run.dir"
+            f"{(added or gone)[0]} holds out other questions than at the start of {run.dir}, so "
+            "the run would train on questions from its evaluation: restore the old file and "
+            "tasks.held_out_share, or choose another --run.dir"
         )
 
     on_all_ranks(components.world, check, other_failed=UserError)
@@ -233,8 +233,8 @@ def resume(run_dir: RunDir, learner: Follower, required_step: int | None = None)
             checkpoint_path = checkpoint.settle(root)
         if required_step and checkpoint_path != checkpoint.place(root, required_step):
             raise UserError(
-                f"{root} has no whole checkpoint of step {required_step}, from which the "
-                f"{config.train.policy} would go on: bring it back, or choose another --run.dir"
+                f"{root} has no complete checkpoint of step {required_step}, from which the "
+                f"{config.train.policy} continues: restore it, or choose another --run.dir"
             )
         return str(checkpoint_path or "")
 
@@ -247,6 +247,6 @@ def resume(run_dir: RunDir, learner: Follower, required_step: int | None = None)
     if state["dataflow"] and not config.dataflow.url:
         raise UserError(
             f"dataflow.url is empty, but {path} was trained from the dataflow "
-            f"{state['dataflow']!r}: name its service"
+            f"{state['dataflow']!r}: set dataflow.url to its service"
         )
     return state

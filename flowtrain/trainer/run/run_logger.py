@@ -246,7 +246,7 @@ class RunLogger:
             print(comparison_table(warm, trained))
         if idle_steps := signal.get("idle_steps"):
             cause = printable(signal["last_cause"])
-            print(f"{len(idle_steps)} steps had no signal; the last: {cause}")
+            print(f"{len(idle_steps)} steps had nothing to learn from; the last: {cause}")
         for key, (_, values) in series.items():
             if key.startswith("reward/") and not any(values):
                 print(f"{key.removeprefix('reward/')!r}, a part of the reward, was 0 in every step")
@@ -281,7 +281,10 @@ def _draw(path: Path) -> bool:
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        _log.warning("no curves.png without matplotlib: pip install -e '.[plots]'")
+        _log.warning(
+            "matplotlib is not installed, so curves.png is not drawn; install it with: "
+            "pip install -e '.[plots]'"
+        )
         return False
     curves.plot_curves(path)
     return True

@@ -52,8 +52,8 @@ class Placement:
         num_engines, num_questions = config.rollout.num_engine_ranks, config.rollout.num_questions
         if num_engines >= world.size:
             raise UserError(
-                f"rollout.num_engine_ranks={num_engines} leaves none of the {world.size} ranks "
-                "that torchrun started to train: lower it"
+                f"rollout.num_engine_ranks={num_engines} leaves none of torchrun's {world.size} "
+                "ranks for training: lower it"
             )
         if num_questions % (num_engines or world.size):
             factor = (
@@ -65,7 +65,7 @@ class Placement:
         tp_size = config.vllm.tensor_parallel_size
         if tp_size > 1 and (num_engines or world.size) > 1 and world.device.type == "cuda":
             raise UserError(
-                f"vllm.tensor_parallel_size={tp_size} takes the GPUs after a rank's own, so only "
+                f"vllm.tensor_parallel_size={tp_size} uses the GPUs after a rank's own, so only "
                 "the last rank may sample: set rollout.num_engine_ranks = 1"
             )
         if not num_engines:

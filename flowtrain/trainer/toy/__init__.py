@@ -32,8 +32,8 @@ def new_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerF
     """
     if vocab_size < _SMALLEST_VOCAB:
         raise UserError(
-            f"tiny.vocab_size={vocab_size} is too small: {_SMALLEST_VOCAB} is the least that can "
-            "spell every byte"
+            f"tiny.vocab_size={vocab_size} is too small: encoding every byte needs at least "
+            f"{_SMALLEST_VOCAB}"
         )
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(

@@ -93,7 +93,7 @@ class TokenFile:
         try:
             self._entries = read(self._path)
         except UserError as error:
-            _log.error("%s; until it is mended the tokens that it had before are valid", error)
+            _log.error("%s; until the file is repaired, its previous tokens stay valid", error)
 
 
 class Access:
@@ -129,7 +129,7 @@ def issue(path: Path, name: str, role: Role) -> str:
     """
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", name):
         raise UserError(
-            f"name {name[:100]!r}: a name has 1 to 100 letters, digits, '.', '_' and '-'"
+            f"name {name[:100]!r}: a name must have 1 to 100 letters, digits, '.', '_' and '-'"
         )
     token = secrets.token_urlsafe(32)
     now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
@@ -148,7 +148,7 @@ def revoke(path: Path, name: str) -> None:
         entries = read(path)
         remaining = [entry for entry in entries if entry.name != name]
         if len(remaining) == len(entries):
-            raise UserError(f"{path} has no token of the name {name!r}")
+            raise UserError(f"{path} has no token named {name!r}")
         _write(path, remaining)
 
 
@@ -158,7 +158,7 @@ def read(path: Path) -> list[Entry]:
         mode = path.stat().st_mode
         text = path.read_text()
     if mode & 0o077:
-        raise UserError(f"others may read the tokens in {path}: chmod 600 {path}")
+        raise UserError(f"other users can read the tokens in {path}: run chmod 600 {path}")
     with user_error(f"{path} holds no tokens", ValueError, TypeError, KeyError):
         return [_entry(**row) for row in json.loads(text)["tokens"]]
 

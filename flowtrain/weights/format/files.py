@@ -163,5 +163,7 @@ def _json_object(file: safe_open, key: str) -> dict[str, Any]:
 
 
 def _open(path: Path) -> safe_open:
-    with user_error(f"{path} is no safetensors file", SafetensorError, OSError, raises=StoreError):
+    with user_error(
+        f"{path} is not a safetensors file", SafetensorError, OSError, raises=StoreError
+    ):
         return safe_open(path, "pt")

@@ -156,7 +156,7 @@ class File:
 def read_whole(path: Path, limit: int) -> bytes:
     """Read a file whole. Raises StoreError when it is a device, or longer than `limit` bytes."""
     if not S_ISREG(path.stat().st_mode):
-        raise StoreError(f"{path} is no plain file")
+        raise StoreError(f"{path} is not a regular file")
     with path.open("rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -288,7 +288,7 @@ class Manifest:
         with user_error(f"{path} is damaged", *_MALFORMED, raises=StoreError):
             record = json.loads(text)
             if not isinstance(record, dict) or not isinstance(record.get("format"), int):
-                raise StoreError(f"{path} is no manifest of a weight store")
+                raise StoreError(f"{path} is not the manifest of a weight store")
             check_format(path, record["format"])
             manifest = cls._from_record(record)
         hashes = (manifest.root, layout_hash(manifest.layout))
@@ -334,7 +334,7 @@ def check_format(path: object, number: int) -> None:
 def _spec(record: Mapping[str, Any]) -> TensorSpec:
     spec = TensorSpec(str(record["dtype"]), tuple(int(n) for n in record["shape"]))
     if any(n < 0 for n in spec.shape) or spec.num_bytes % 2:
-        raise ValueError(f"{spec} is no tensor of 16-bit words")
+        raise ValueError(f"{spec} is not a tensor of 16-bit words")
     return spec
 
 

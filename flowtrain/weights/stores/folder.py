@@ -99,7 +99,7 @@ class WeightStore:
             StoreError: the version is not newer than HEAD, because versions never change.
         """
         if not _VERSION.fullmatch(str(version)):
-            raise StoreError(f"version {version!r} is no whole number from 0 to {10**18 - 1}")
+            raise StoreError(f"version {version!r} is not a whole number from 0 to {10**18 - 1}")
         head = self.head()
         if head is not None and version <= head:
             raise StoreError(

@@ -185,7 +185,7 @@ class _NoRedirects(HTTPRedirectHandler):
 
 def _refusal(url: str, error: HTTPError, has_token: bool) -> StoreError:
     if error.code in (401, 403):
-        problem = "the server refuses the token" if has_token else "the server wants a token"
+        problem = "the server refuses the token" if has_token else "the server requires a token"
         return StoreError(
             f"{url}: {problem} ({error.code}); set FLOWTRAIN_TOKEN to that of the server"
         )
@@ -232,7 +232,7 @@ class _TimedSocket(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int | None:
         if time.monotonic() > self.deadline:
-            raise TimeoutError(f"the answer came slower than {SLOWEST >> 10} KiB per second")
+            raise TimeoutError(f"the answer arrived at less than {SLOWEST >> 10} KiB per second")
         return self._source.readinto(buffer)
 
     def close(self) -> None:

@@ -123,9 +123,9 @@ class RemoteStore:
             if not (damage := mismatch(partial, file)):
                 return partial.replace(path)
             partial.unlink()
-            _log.warning("%s/%s came damaged: %s", self, key, damage)
+            _log.warning("%s/%s arrived damaged: %s", self, key, damage)
         raise StoreError(
-            f"{self}/{key} came damaged twice: {damage}; it is not the file of its manifest, "
+            f"{self}/{key} arrived damaged twice: {damage}; it does not match its manifest: "
             "publish a full snapshot, or copy the store again"
         )
 
@@ -176,8 +176,8 @@ class Bucket:
         self.url = url.rstrip("/")
         if not urlsplit(url).netloc or set(url) & set("?#@"):
             raise UserError(
-                f"{printable(url)!r} is no bucket: give s3://bucket/prefix, gs://bucket/prefix or "
-                "az://container/prefix"
+                f"{printable(url)!r} is not a bucket URL: use s3://bucket/prefix, "
+                "gs://bucket/prefix or az://container/prefix"
             )
         try:
             import obstore
@@ -227,7 +227,7 @@ class Bucket:
             yield
         except FileNotFoundError as error:
             raise NotThere(
-                f"{address} is not there: the version was never copied there or was collected, or "
+                f"{address} does not exist: the version was never copied there or was deleted, or "
                 "the address is wrong"
             ) from error
         except (
