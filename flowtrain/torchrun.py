@@ -2,8 +2,8 @@
 
     python -m flowtrain.torchrun --nproc_per_node 8 -m flowtrain.train --config quickstart
 
-It takes torchrun's options. A signal goes to the ranks alone, which save first, however long that
-takes; torchrun kills them after 30 s.
+The command takes torchrun's options. A signal goes to the ranks alone, which save first, however
+long that takes; torchrun kills them after 30 s.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Rloo(_Relative):
 
 class Spo(_Relative):
     """SPO (arXiv 2509.13232): A_i = R_i - v, where v is a running mean of the question's rewards,
-    then (A - mean) / std over all tokens of the batch. One rollout per question suffices.
+    then (A - mean) / std over all tokens of the batch. A single rollout per question suffices.
 
     v is a weighted mean of the question's earlier rewards, each weighing DECAY times its successor,
     and of the mean reward of all questions, which counts as one more reward.

@@ -123,7 +123,7 @@ class Evaluator:
         return [self._split(MAIN_SPLIT, step), *self.benchmark_parts(step)]
 
     def parts_of_ends(self) -> list[Part]:
-        """Return what is asked before and after training: every split, sampled and greedy, and the
+        """Return the parts before and after training: all splits, sampled and greedy, and
         benchmarks.
         """
         splits = self.components.tasks.held_out
@@ -144,8 +144,8 @@ class Evaluator:
     def measured(
         self, step: int, rollouts: PartRollouts, versions: Mapping[str, float] | None = None
     ) -> Measured:
-        """Compute what rollouts of `parts(step)` show; `versions`: metrics of `version_metrics`,
-        where nodes sampled.
+        """Return the findings of rollouts of `parts(step)`; `versions`: of `version_metrics`, if
+        any.
         """
         results = self.results(self.parts(step), rollouts)
         main = results[held_out_name(MAIN_SPLIT)]

@@ -1,8 +1,7 @@
 """A chat model behind an endpoint that speaks OpenAI's chat completions.
 
-The client is httpx2, which OpenAI's own package is built on. That package retries a failed request,
-but not a reply that breaks off, knows no deadline for all attempts together, and reads a body of
-any size.
+The client is httpx2, which OpenAI's own package is built on. OpenAI's package retries a failed
+request but not a truncated reply, has no deadline over all attempts, and reads bodies of any size.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class _Dead(Transient):
 
 
 class Endpoint:
-    """See `ChatEngine`."""
+    """A chat model behind an endpoint; implements `ChatEngine`."""
 
     def __init__(self, label: str, options: Chat) -> None:
         """`label` is its name in [engines]. Raises UserError for a missing key or model, and for a
@@ -142,7 +141,7 @@ class Endpoint:
             raise EngineError(str(end)) from None
 
     def _note_retry(self, _num_failures: int, failure: Transient) -> None:
-        """Count a retry, and say once that nobody has ever been there."""
+        """Count a retry, and report once that no server has ever responded."""
         self.meter.retries += 1
         if isinstance(failure, _Dead) and not self._has_answered and not self._has_warned:
             self._has_warned = True

@@ -1,6 +1,4 @@
-"""Watch whether steps have anything to learn from: one without is told at once with its cause, and
-a run of them ends training.
-"""
+"""Steps without a learning signal: reported with their cause; several in a row end a run."""
 
 from __future__ import annotations
 
@@ -16,17 +14,17 @@ from flowtrain.records import Group, TrainBatch, Trajectory, UserError
 _log = logging.getLogger(__name__)
 
 MOST_BROKEN = 3
-"""Steps in a row after which a run ends where something is broken, not too easy or too hard."""
+"""Number of broken steps in a row (not merely too easy or too hard) that ends a run."""
 MOST_FAILED = 0.5
 """Share of the rollouts that may fail: where more do, MOST_BROKEN steps in a row end a run, too. A
 rollout fails by what is around the policy, and those that are left are not like all."""
 _CHARS = 200
-"""Characters of a text that a message has."""
+"""Longest excerpt of a text in a message, in characters."""
 
 
 @dataclass(slots=True)
 class LearningSignal:
-    """Counts the steps in a row that had nothing to learn from."""
+    """Counts consecutive steps without a learning signal."""
 
     config: Config
     is_main: bool
@@ -34,13 +32,13 @@ class LearningSignal:
     num_broken: int = field(default=0, init=False)
     num_failing: int = field(default=0, init=False)
     idle_steps: list[int] = field(default_factory=list, init=False)
-    """All steps since this process began that had nothing to learn from."""
+    """All steps without a learning signal since this process began."""
     last_cause: str = field(default="", init=False)
 
     def watch(self, step: int, total: Tally) -> None:
-        """Look at what all ranks have counted of a step.
+        """Check the counts of a step over all ranks.
 
-        Raises UserError, with the cause, when steps like this one do not end.
+        Raises UserError, with the cause, after too many such steps in a row.
         """
         self._watch_failures(step, total)
         cause = _cause(total)
@@ -85,11 +83,11 @@ class LearningSignal:
 def count_signal(
     tally: Tally, groups: Sequence[Group], batch: TrainBatch, low: float, has_teacher: bool = False
 ) -> None:
-    """Count what this rank's rollouts have to learn from.
+    """Return counts of the learning signal in this rank's rollouts.
 
     Args:
         low: the reward of a wrong rollout.
-        has_teacher: samples teach whatever they earned.
+        has_teacher: samples are informative whatever their reward.
     """
     rollouts = [trajectory for group in groups for trajectory in group.trajectories]
     counts = {
@@ -108,8 +106,8 @@ def count_signal(
 
 
 def _cause(total: Tally) -> tuple[str, bool] | None:
-    """Return why no token is drawn to or from, and whether something is broken, which does not pass
-    by itself; None where a token is.
+    """Return why no token has a gradient, and whether the cause is a defect that persists; None if
+    a token has one.
     """
     counts = {name: int(number) for name, number in total.sums.items()}
     if counts["signals"]:
@@ -147,7 +145,7 @@ def _cause(total: Tally) -> tuple[str, bool] | None:
 
 
 def _example(rollouts: Sequence[Trajectory], low: float) -> str:
-    """Describe the first rollout that failed, or else that is wrong; "" where none is."""
+    """Describe the first failed or else the first wrong rollout; "" without one."""
     for rollout in rollouts:
         if rollout.error:
             return f"the first failed because of {rollout.error[:_CHARS]!r}"

@@ -1,5 +1,5 @@
-"""Places that the numbers of a run go to, beside metrics.jsonl: TensorBoard, Weights & Biases,
-Trackio, and loggers of other packages (entry points `flowtrain.loggers`) or of users' files.
+"""Loggers of a run's metrics beside metrics.jsonl: TensorBoard, Weights & Biases, Trackio, and
+custom ones from entry points `flowtrain.loggers` or user files.
 
 docs/metrics.md shows a logger from end to end.
 """
@@ -35,31 +35,31 @@ _END_S = 30.0
 
 
 class Logger(Protocol):
-    """Gets what a run logs, in the order of its steps; only the main rank has one."""
+    """Receives the metrics of a run in the order of its steps, on the main rank only."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Take the finite numbers of a step; those of an evaluation may come for an earlier one."""
+        """Log the finite numbers of a step; an evaluation may report an earlier step."""
 
     def close(self) -> None:
-        """Write what is not written yet, and end."""
+        """Flush pending metrics and close."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoggerContext:
-    """The parts that a logger is made from."""
+    """The parts that a logger is built from."""
 
     config: Config
     run_dir: Path
     resume_step: int
-    """Step of the checkpoint that is resumed; below 1: the run begins."""
+    """Step of the resumed checkpoint; below 1 for a new run."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The logger's own table, [plugins.NAME]."""
 
 
 def open_loggers(config: Config, run_dir: Path, resume_step: int) -> list[Logger]:
-    """Open the loggers that `[log]` names, but for TensorBoard's, which is `MetricsLog`'s.
+    """Open the loggers of `[log]`, except for TensorBoard, which belongs to `MetricsLog`.
 
-    Raises UserError where one is unknown, its package is missing, or it cannot begin.
+    Raises UserError for an unknown logger, a missing package, or a failed start.
     """
     loggers: list[Logger] = []
     with ExitStack() as cleanup:
@@ -86,7 +86,7 @@ def _load(name: str, context: LoggerContext) -> Logger:
 
 
 def open_tensorboard(run_dir: Path, resume_step: int) -> list[Logger]:
-    """Open TensorBoard's files; none, with a warning, where its package is not installed."""
+    """Open TensorBoard's files; returns [] with a warning if TensorBoard is not installed."""
     if find_spec("tensorboard") is None:
         _log.warning(
             "TensorBoard is not installed, so no event files are written; install it "
@@ -183,8 +183,8 @@ def _run_id(path: Path) -> str:
 
 
 class Background:
-    """Calls a logger on a thread of its own: a service that is slow or down costs a run nothing. A
-    logger that fails is left out from then on, with a warning.
+    """Calls a logger on its own thread, so that a slow or unavailable service never delays a run. A
+    failing logger is disabled with a warning.
     """
 
     def __init__(self, name: str, logger: Logger) -> None:
@@ -198,7 +198,7 @@ class Background:
         self._put(lambda: self._logger.log(step, numbers))
 
     def close(self) -> None:
-        """Wait until it is done, for half a minute at most."""
+        """Wait until the logger is done, for at most half a minute."""
         self._waiting.put(self._logger.close)
         self._waiting.put(None)
         self._thread.join(_END_S)

@@ -1,4 +1,4 @@
-"""The folder of one training run, and the manifest that says what produced it.
+"""The folder of a training run, and the manifest of the conditions that produced it.
 
 runs/texts/
   config.toml        the resolved configuration
@@ -59,9 +59,9 @@ class RunDir:
 
     @staticmethod
     def lock(path: Path, key: str) -> Lock:
-        """Take the lock of the folder, as everything does that writes there; a reader needs none.
+        """Acquire the writers' lock of the folder; readers need none.
 
-        Raises UserError when another process has it; `key` names the option of the folder.
+        Raises UserError if another process holds the lock; `key` is the folder's option.
         """
         _refuse_file(path, key)
         return Lock.of_folder(path, f"end this process or choose another {key}")
@@ -122,8 +122,8 @@ class RunDir:
 
 
 def manifest(seed: int, argv: Sequence[str], world_size: int) -> dict[str, Any]:
-    """Describe what is needed to repeat a run; null for what is absent. Imports nothing, so it
-    costs nothing.
+    """Return the versions and conditions needed to repeat a run; null for absent ones. Imports no
+    package, so the call is cheap.
     """
     commit, is_dirty = _git_state(Path(__file__).resolve().parents[2])
     return {

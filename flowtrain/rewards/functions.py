@@ -1,8 +1,8 @@
 """Rewards by functions that users write, alone or as a weighted sum with built-in scorers.
 
-A function runs in this process, not in the sandbox. It has a deadline per call: a plain one runs in
-a thread of its own, all async ones in one event loop of their own, so that no function holds up the
-event loop of a node, and clients of async ones live on from step to step.
+A function runs in this process, not in the sandbox. Each call has a deadline. A plain function runs
+in its own thread; all async functions share a separate event loop, so that no function blocks the
+event loop of a node, and their clients persist between steps.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from flowtrain.utils.text import encodable
 from flowtrain.utils.threads import LoopThread
 
 FAILURES = ("exception", "timeout", "value")
-"""Why a function has failed a rollout, as `scored_by` has it at its end."""
+"""Reasons for which a function fails a rollout, as the end of `scored_by`."""
 MAX_CONCURRENCY = 32
-"""Calls under way at a time, per rank."""
+"""Largest number of concurrent calls per rank."""
 MAX_LOST = 64
-"""Threads, beside those of calls under way, that may be lost to functions which do not return: no
-thread can be ended from outside."""
+"""Number of further threads that may be lost to functions that never return, because a thread
+cannot be killed."""
 
 _MAX_ERROR = 300
 _loop = LoopThread("reward functions")
@@ -52,7 +52,7 @@ def failure_of(scored_by: str) -> str:
 
 
 class ByPolicy(dict[str, float]):
-    """A reward, or a part of one, that is another for each policy; 0 for those without a name.
+    """A reward, or a part of one, with a value per policy; 0 for policies that are not named.
 
     Example: return ByPolicy(solver=float(is_right), verifier=float(verdict == is_right))
     """
@@ -88,7 +88,7 @@ class RewardFunctions:
 
     options: Reward
     policies: tuple[PolicyName, ...]
-    """Those of the run; a rollout's `reward` is that of the first."""
+    """The policies of the run; a rollout's `reward` belongs to the first one."""
     functions: tuple[_Function, ...]
     gate: asyncio.Semaphore
     pool: BlockingPool
@@ -244,7 +244,7 @@ class RewardFunctions:
         return running.result()
 
     def _warn(self, failure: _Failed) -> None:
-        """Tell the first failure of each kind."""
+        """Warn of the first failure of each kind."""
         if failure.reason not in self.warned:
             self.warned.add(failure.reason)
             _log.warning(

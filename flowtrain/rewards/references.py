@@ -61,8 +61,8 @@ def check_source(source: TaskSource) -> None:
 def _right_answer(task: Task, solution: str) -> str:
     """Return what a policy that has solved the task would answer.
 
-    That is what the solution marks ("#### 72", a box). A sentence that says the accepted answer
-    counts as that answer, because a policy is asked for the answer alone.
+    The answer is the marked part of the solution ("#### 72", a box). A sentence that says the
+    accepted answer counts as that answer, because a policy is asked for the answer alone.
     """
     text = final_answer(solution or next(iter(task.answers), ""))
     marked = marked_answer(text)

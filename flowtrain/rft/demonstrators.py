@@ -56,7 +56,7 @@ def asked_policies(config: Config) -> tuple[PolicyName, ...]:
 def draw_tasks(tasks: TaskSet, config: Config) -> list[Task]:
     """Draw long tasks more often, because an expert that errs seldom reaches their last turn.
 
-    That goes most of the way to showing all turns alike.
+    The weights make all turns nearly equally frequent.
     """
     rng = random.Random(derive_seed(config.run.seed, "rft"))
     reach = 1 - config.rft.expert_error if config.rft.expert == "scripted" else 1.0

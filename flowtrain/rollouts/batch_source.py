@@ -1,7 +1,7 @@
 """Batches that rollout nodes have made: this run as the dataflow knows it (`rollouts/contract.py`).
 
-While a batch fills rank 0 alone asks; then every rank fetches its share by itself. What is waited
-for is asked on a thread, so that a run that is asked to end does.
+While a batch fills rank 0 alone asks; then every rank fetches its share by itself. Waiting requests
+run on a thread, so that an interrupted run can end.
 """
 
 from __future__ import annotations
@@ -298,8 +298,8 @@ class BatchSource:
 
 
 def connect(config: Config) -> Client:
-    """Make the client of the service at dataflow.url; the token is FLOWTRAIN_TOKEN. It has more
-    patience than a `BatchSource`, which knows what is waited for.
+    """Make the client of the service at dataflow.url; the token is FLOWTRAIN_TOKEN. Its patience
+    exceeds that of `BatchSource`, which knows the cause of a wait.
     """
     from flowtrain.rollouts.client import Client
 

@@ -3,8 +3,8 @@
 A node joins, leases work items (one task each, from which it makes a group of G rollouts), renews
 its leases while it works and pushes each finished group. A trainer registers the policy that it
 trains, asks for the batch of a step, and reports the weight version it has published and the step
-of its checkpoint. It also asks for evaluations: each of their questions is a work item, too, which
-nodes lease before any other. `Ledger` answers from a database, `Client` by asking a service.
+of its checkpoint. A trainer also requests evaluations, whose questions are work items that nodes
+lease first. `Ledger` answers from a database, `Client` by asking a service.
 
 Times are durations in seconds on the ledger's clock, so the clocks of nodes may differ. Weight
 version v is the policy after v steps: step s trains version s - 1 into version s. Every request may
@@ -213,7 +213,7 @@ class Register:
     later ones come again unchanged."""
     life: str = ""
     """Random id of this process, which its later requests name: until the next registration all
-    others are refused. One of the same process that arrives twice or late changes nothing."""
+    others are refused. A repeated or late registration of the same process changes nothing."""
     run: str = ""
     """Identity of the run that the checkpoint was trained from; "": there is none."""
 
@@ -262,7 +262,7 @@ class Batch:
     each reason to leave groups out (stale, filtered, surplus, empty), and tokens per
     group in stale_tokens_mean and assigned_tokens_mean."""
     waiting: str = ""
-    """What the dataflow waits for then, for people."""
+    """The reason why the batch is not ready, for display."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,12 +279,12 @@ class Progress:
     waited_s: float = 0.0
     """Seconds since the last report in which it waited for a batch."""
     is_done: bool = False
-    """It will not ask for another batch."""
+    """The trainer needs no further batch."""
     evaluated: int = -1
     """Its log has the results of all evaluations up to this step, and its checkpoint is not older
     than that: they are no longer needed."""
     tokens: Mapping[str, int] = field(default_factory=dict)
-    """What became of the tokens of the version's batch (`TokenAccount.fates`); {}: not told."""
+    """Fates of the tokens of the version's batch (`TokenAccount.fates`); {}: unknown."""
     life: str = ""
     """As in `BatchRequest`."""
 
@@ -297,7 +297,7 @@ class Evaluate:
     step: int
     """No question is leased to a node whose weights of the policy are older than this version."""
     name: str
-    """What is asked; together with policy and step it names the evaluation."""
+    """Name of the questions, which with policy and step identifies the evaluation."""
     settings: EvalSettings
     seed: int
     """Rollout `number` of the question at `index` has the seed (seed, index, task id, number)."""

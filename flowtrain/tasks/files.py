@@ -36,7 +36,7 @@ class TaskSource:
     """The layout of its rows, a name in `PRESETS`."""
     tasks: tuple[Task, ...]
     solutions: Mapping[str, str]
-    """What the first rows themselves give as solution, "" for nothing, by the task's id."""
+    """Solutions in the first rows, by the task's id; "" for a row without one."""
     num_system: int = 0
     """Rows whose system message was left out, as an agent has its own."""
     unanswered: str = ""

@@ -23,7 +23,7 @@ DEFAULT_SPLIT = "train"
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?")
 
 Rows = Iterator[tuple[int, str, Row]]
-"""What `read_rows` yields."""
+"""A row of `read_rows`."""
 
 
 def is_hub_name(path: str) -> bool:

@@ -37,7 +37,7 @@ class TaskSet:
     mixture: Mapping[str, tuple[float, tuple[Task, ...]]] = field(default_factory=dict)
     """Weight and tasks of each file or data set, in order, where `train` comes from several."""
     sources: tuple[TaskSource, ...] = ()
-    """What was loaded, where tasks come from files."""
+    """The loaded files, if tasks come from files."""
     splits: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of what is held out, by option and value of the source."""
 

@@ -29,7 +29,7 @@ _NUM_THREADS = 16
 
 
 class FunctionTool(Tool):
-    """A function as a tool. One that is no coroutine function has threads, so it may block."""
+    """A function as a tool. A plain function runs in threads, so it may block."""
 
     def __init__(self, function: Callable[..., Any], origin: str) -> None:
         """Raises UserError, which begins with `origin`, where there can be no card of it."""

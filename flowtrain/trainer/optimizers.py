@@ -215,7 +215,7 @@ class ShardOptimizer:
     def _make_state(self) -> None:
         """Step on zeros with a learning rate of 0, which changes no weight.
 
-        One shard at a time: gradients of all are not there at once, beside weights and moments.
+        Steps one shard at a time, so that the gradients of all shards never exist at once.
         """
         lr = float(self.param_groups[0]["lr"])
         self.set_lr(0.0)

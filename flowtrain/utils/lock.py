@@ -1,9 +1,9 @@
-"""One writer at a time: a lock on a file, with the name of its holder in it.
+"""A lock on a file, which names its holder, for a single writer at a time.
 
-It is the system's (`flock`), which releases it when its holder dies, however that happens. Children
-do not get it, so that a server which outlives its trainer holds nothing. It holds between the hosts
-of a shared file system that has such locks (NFS with lockd or from version 4, Lustre with -o flock,
-CephFS, GPFS); where there are none it is refused.
+The lock is a `flock`, which the system releases whenever its holder dies. Children do not get it,
+so that a server which outlives its trainer holds nothing. The lock works across hosts of a shared
+file system with such locks (NFS with lockd or from version 4, Lustre with -o flock, CephFS, GPFS);
+other file systems are rejected.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "shape": (weights(lambda w: w.update({UP: w[UP][1:]})), rf"holds {UP} of shape \(\d+, 32\)"),
     "vocabulary": (values("config.json", vocab_size=300), rf"{EMBEDDING} of shape .*\(300, 32\)"),
     "int8": (weights(lambda w: w.update({UP: w[UP].char()})), f"holds {UP} as I8, not one of"),
-    "nan": (weights(lambda w: w[UP].view(-1)[7].fill_(torch.nan)), f"{UP} that are not finite"),
-    "inf": (weights(lambda w: w[UP].view(-1)[7].fill_(torch.inf)), f"{UP} that are not finite"),
+    "nan": (weights(lambda w: w[UP].view(-1)[7].fill_(torch.nan)), f"non-finite numbers in {UP}"),
+    "inf": (weights(lambda w: w[UP].view(-1)[7].fill_(torch.inf)), f"non-finite numbers in {UP}"),
     "missing": (weights(lambda w: w.pop(UP)), f"lacks 1 of its tensors, such as {UP}"),
     "no head": (values("config.json", tie_word_embeddings=False), f"such as {HEAD}"),
     "a bias": (
@@ -298,7 +298,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "shape": (adapter_weights(lambda w: w.update({A: w[A][:, 1:].clone()})), "size mismatch for"),
     "not a number": (
         adapter_weights(lambda w: w[A].fill_(torch.nan)),
-        "q_proj.weight that are not finite",
+        "holds non-finite numbers in .*q_proj",
     ),
     "config": (text("adapter_config.json", b"{"), "adapter_config.json cannot be read"),
     "no base": (

@@ -1,6 +1,6 @@
 """The analyst says what a question asks for, and which skills and tools it needs.
 
-It is asked once per question, before the first turn.
+The analyst runs once per question, before the first turn.
 """
 
 from __future__ import annotations

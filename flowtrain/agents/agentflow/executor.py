@@ -38,8 +38,8 @@ class NoCommand(Exception):
 class Executor:
     """AgentFlow's executor: a model writes the command from sub-goal, context and tool card.
 
-    It runs the first command that can be read; a note in the command says when there were more.
-    Without a model `arguments_of` makes the command of the sub-goal.
+    The executor runs the first command that parses; a note beside the command mentions further
+    ones. Without a model `arguments_of` makes the command of the sub-goal.
     """
 
     tools: Mapping[str, Tool]
@@ -77,8 +77,8 @@ class Executor:
     async def _command(
         self, card: ToolCard, question: str, action: Action, seed: int, deadline: Deadline
     ) -> tuple[dict[str, object], str, tuple[str, ...]]:
-        """Return the arguments, a note for the command, and the rules that it took to read it.
-        Raises NoCommand.
+        """Return arguments, a note for the command, and the lenient rules used. Raises
+        NoCommand.
         """
         if self.engine is None:
             return arguments_of(card, action.sub_goal), "", ()

@@ -1,8 +1,7 @@
 """The agent `gateway`: a program of somebody else's, trained token by token.
 
-The program knows nothing of training. It gets a task, the URL of an endpoint and
-a key of its own for every rollout; what is sampled under the key is recorded in this process, where
-it is sampled.
+The program knows nothing of training. For every rollout the program gets a task, the URL of an
+endpoint and a separate key; this process samples the responses and records them under the key.
 """
 
 from __future__ import annotations

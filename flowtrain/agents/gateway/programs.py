@@ -36,9 +36,7 @@ _LAST_OUTPUT_S = 1.0
 
 
 _loop = LoopThread("gateway programs")
-"""Of async functions: one that blocks while it waits for a reply would wait for ever on the loop
-where that is sampled.
-"""
+"""Event loop of async functions: on the sampler's loop a blocking one would deadlock."""
 
 
 class ProgramFailed(Exception):
@@ -65,9 +63,7 @@ def _outcome(value: object) -> Outcome:
 
 
 def task_record(task: Task, columns: tuple[str, ...]) -> dict[str, Any]:
-    """Return what programs in other processes see of a task. Raises UserError for a column that
-    its row does not have.
-    """
+    """Return a task as programs see it. Raises UserError for a column that its row lacks."""
     record: dict[str, Any] = {"id": task.id, "question": task.question}
     if task.choices:
         record["choices"] = list(task.choices)
@@ -240,9 +236,7 @@ class Function:
     """
 
     def __init__(self, options: Options) -> None:
-        """Import the function. Raises UserError for one that is not there, or takes other
-        arguments.
-        """
+        """Import the function. Raises UserError if missing, or for other arguments."""
         origin = f"gateway.function={options.function!r}"
         name, call = plugins.load_object(options.function, origin)
         if not callable(call):

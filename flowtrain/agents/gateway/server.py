@@ -1,6 +1,6 @@
 """The endpoint: requests of programs under the keys of their rollouts.
 
-It runs on a thread with an event loop of its own, from the first rollout until it is closed. The
+The server runs on a thread with its own event loop, from the first rollout until `close`. The
 responses of the policy are sampled where the rollouts live (rollout.py).
 """
 
@@ -140,9 +140,7 @@ class Gateway:
             rollout.num_requests -= 1
 
     def _rollout(self, request: Request) -> Rollout:
-        """Return the rollout of the key. What is looked up is a digest, so that the time that it
-        takes tells nothing about keys.
-        """
+        """Return the rollout of the key, by digest, so that the duration reveals nothing."""
         digest = _digest(_key_of(request))
         with self._lock:
             rollout, is_over = self._rollouts.get(digest), digest in self._ended

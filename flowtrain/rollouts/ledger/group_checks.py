@@ -96,7 +96,7 @@ class GroupLimits:
     models: Mapping[str, tuple[int, int]]
     """By registered policy, the size of its vocabulary and its number of positions."""
     settings: EvalSettings | None = None
-    """Those of the evaluation that the group belongs to; None: it is to be trained."""
+    """Settings of the group's evaluation; None for a group to train on."""
 
     @property
     def _group_size(self) -> int:

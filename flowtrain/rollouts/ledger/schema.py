@@ -7,8 +7,8 @@ share is fresh, assigned to a batch, or left out for a reason that stays on reco
 indices alone keep what matters most: one group per work item, and at most one batch of each policy
 that has it fresh.
 
-What is written again and again is narrow and apart from history: `meta` has the numbers that the
-holder of its lock counts on, `live_leases` until when the leases under way last.
+Frequently written data is narrow and separate from history: `meta` has counters under a lock,
+`live_leases` the expiry times of running leases.
 
 How many tokens of each policy a group has is in `tokens`, by lease, so that those of a group that
 came too late are there as well; `sampled` has what each process of a node says it has sampled, and

@@ -122,7 +122,7 @@ class Database:
     begin_read: str
     has_row_locks: bool
     errors: tuple[type[Exception], ...]
-    """What the database's library raises."""
+    """Errors of the database's library."""
 
     def __init__(self, name: str, clock: Callable[[], float] | None) -> None:
         """`name`: path or URL for messages, without a password."""

@@ -61,7 +61,7 @@ def store_of(
     policies: Mapping[str, PolicyState], locations: Mapping[str, str], names: tuple[str, ...]
 ) -> dict[str, str]:
     """Return the weight stores of the trained policies: those of the command line, else those that
-    their trainers named. One that is given for "" is that of the first of `names`.
+    their trainers named. A store given for "" belongs to the first of `names`.
     """
     locations = {name or names[0]: location for name, location in locations.items()}
     for name, location in locations.items():

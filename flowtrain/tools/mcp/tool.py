@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class McpTool(Tool):
-    """One tool of a server. Safe to share."""
+    """A tool of an MCP server. Safe to share."""
 
     def __init__(self, connection: Connection, card: ToolCard, name: str) -> None:
         """`name` is the server's for it."""

@@ -47,8 +47,7 @@ def make_checker_sandbox(
     package: str, time_limit_s: float, memory_mb: int, max_output_chars: int = 4000
 ) -> ProcessSandbox:
     """Make the sandbox for a package that checks answers, or reads pages, on which hostile ones may
-    hang. It runs none of them as code, and so gets limits where agent.sandbox = "auto" finds
-    nothing better.
+    hang. None of them runs as code, so "auto" falls back to limits.
     """
     agent = Agent(
         sandbox=_of_checkers["sandbox"],

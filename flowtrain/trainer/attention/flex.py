@@ -61,9 +61,9 @@ class FlexTree:
     flash: bool
     """FlashAttention 4's kernels, which the package flash-attn-4 brings."""
     beside: FlexTree | None = None
-    """What is left beside rectangles; None: there are none."""
+    """The rest of the tree beside rectangles; None without rectangles."""
     roots: Sequence[Root] = ()
-    """Those that are rectangles, in a row that begins with no other tokens."""
+    """The roots computed as rectangles, in a row that starts with them."""
     masks: dict[int | None, BlockMask] = field(default_factory=dict)
     """By window; those that a layer has asked for."""
 

@@ -34,7 +34,7 @@ with Triton's kernels, with cuDNN's for the rectangles of a tree, or with FlashA
 "flex" on a GPU, else "sdpa"."""
 NAME = NAMES["auto"]
 _LEFT_OUT = ("softcap", "position_bias", "alibi")
-"""What transformers hands to attention in some models, and trees do not compute."""
+"""Attention arguments of transformers that trees do not support."""
 SLIDING = "sliding_attention"
 """A layer with a window, in a config's `layer_types`."""
 RECURRENT = "linear_attention"

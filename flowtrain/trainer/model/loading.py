@@ -70,7 +70,7 @@ def load_model(
     path: str, dtype: torch.dtype, attn: str = attention.NAME, key: str = "model.path"
 ) -> PreTrainedModel:
     """A causal language model on the CPU, with a saved adapter merged into it. `attn` is the
-    attention of packed rows, or one of transformers' own. What cannot be trained is refused before
+    attention of packed rows, or one of transformers' own. Unsupported models are rejected before
     weights are read. Of a model with a vision part, its text decoder.
     """
     if lora.is_adapter(path):

@@ -1,8 +1,8 @@
 """A look at a run before it begins, `--run.dry_run true`: all that it reads is loaded and checked,
 two rollouts are made and shown, and nothing is written.
 
-One rank does all of it; the others only join, so that the memory is planned for as many as there
-are. A model that is made for the run, and the verdicts of a judge, pass through a temporary folder.
+A single rank does the work; the others only join, so that the memory plan covers all ranks. A model
+that is made for the run, and the verdicts of a judge, pass through a temporary folder.
 """
 
 from __future__ import annotations

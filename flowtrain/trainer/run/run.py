@@ -103,9 +103,7 @@ class Run:
         yield from steps[end:]
 
     def is_interrupted(self) -> bool:
-        """Return whether some rank was asked to end. Raises what a checkpoint could not be written
-        for, on every rank.
-        """
+        """Return whether any rank was asked to end. Raises a checkpoint's error on every rank."""
         # One exchange for both, after which all ranks do the same.
         flags = [self.shared.interrupt.requested, self.learner.has_failed()]
         is_requested, has_failed = self.components.world.max(flags)
@@ -118,9 +116,7 @@ class Run:
         return self.shared.agent.with_hints(self.components.algorithm.hints(step))
 
     def waiting_for_rollouts(self, step: int) -> AbstractContextManager[Callable[[], None]]:
-        """Tell a person how many rollouts of the first step this rank has made, where that takes
-        long. Not collective.
-        """
+        """Report the first step's number of finished rollouts, if slow. Not collective."""
         samplers, rollout = self.components.placement.samplers, self.config.rollout
         is_shown = samplers.rank == 0 and step == self.start_step + 1
         total = rollout.num_questions // samplers.size * self.components.algorithm.num_roots

@@ -1,6 +1,4 @@
-"""The log of a run: the banner, metrics.jsonl, the rollouts, the progress line, and the report at
-the end.
-"""
+"""The log of a run: banner, metrics.jsonl, rollouts, progress line and final report."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ class RunComponents(LearnerComponents):
     ) -> dict[str, Engine]:
         """Start an engine for each policy, by name, whose weights come from its store by version.
 
-        A policy without a store is frozen at the weights of its path. One that is not among those
+        A policy without a store is frozen at the weights of its path. A policy outside of
         `asked_policies`, if given, gets a stand-in. `branches`: branch points are chosen by what
         the engines say of their tokens.
         """

@@ -2,7 +2,8 @@
 
 Tokens of their own are in a file, which servers read again when it has changed: both the dataflow
 and the weight server can use it, on any machine that has a copy, and a weight server has no
-database. It holds hashes only. A token is 32 random bytes, so a plain hash tells nothing about it.
+database. The file holds hashes only. A token is 32 random bytes, so a plain hash tells nothing
+about it.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class TokenFile:
         self._entries = read(path)
 
     def find(self, token: bytes) -> Caller | None:
-        """Return the owner of a token. It takes as long whichever it is."""
+        """Return the owner of a token, in a time that does not reveal which entry matches."""
         self._reload_if_changed()
         digest = hashlib.sha256(token).hexdigest()
         caller = None
@@ -84,7 +85,7 @@ class TokenFile:
         return caller
 
     def _reload_if_changed(self) -> None:
-        """Read the file again if it has changed. One that cannot be read, as while it is copied,
+        """Read the file again if it has changed. An unreadable file, for example during a copy,
         changes nothing.
         """
         if (state := _state(self._path)) == self._state:

@@ -187,9 +187,7 @@ def test_only_an_evaluation(tmp_path: Path) -> None:
     page = data(tmp_path)
     expected = ([0.25, 0.25], {"eval": 3.0}, [], "")
     assert (page["reward"], page["seconds"], page["facts"], page["config"]) == expected
-    assert page["notes"] == [
-        "No rollouts have been logged: the page shows curves and results only."
-    ]
+    assert page["notes"] == ["No rollouts have been logged: only curves and results are shown."]
 
 
 @pytest.mark.parametrize(
