@@ -30,13 +30,13 @@ from flowtrain.utils.text import encodable
 
 T = TypeVar("T")
 _MAX_BYTES = 8 * 2**20
-"""Longest reply, after decompression."""
+"""Longest reply in bytes, after decompression."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _CLOSE_S = 5.0
 _REFUSED = (401, 403, 404)
-"""Status of a wrong key, model or address."""
+"""HTTP status for a wrong key, model or address."""
 _MOST_TOKENS = 1 << 40
-"""Most tokens of a request; an endpoint that claims more, or less than none, is not believed."""
+"""Largest plausible number of tokens of a request; other claims of an endpoint are ignored."""
 
 
 class _Dead(Transient):
@@ -70,8 +70,8 @@ class Endpoint:
         )
 
     async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-        """Raises EngineError, and UserError when ever since the start the endpoint has refused the
-        key, the model or the address, or no server was there.
+        """Raises EngineError, or UserError if the endpoint has rejected the key, model or address,
+        or has not responded, ever since the start.
         """
         return await self.post("chat/completions", self._body(prompt, seed), _parse, deadline_s)
 
@@ -82,9 +82,9 @@ class Endpoint:
         parse: Callable[[bytes], tuple[T, int, int]],
         deadline_s: float,
     ) -> T:
-        """Ask for anything below the endpoint's address; raises as `ask` does.
+        """Send a request to a path below the endpoint's address; raises as `ask` does.
 
-        `parse` returns what a reply holds and its numbers of prompt and reply tokens, or raises
+        `parse` returns the content of a reply and its numbers of prompt and reply tokens, or raises
         EngineError.
         """
         self.meter.requests += 1
@@ -122,7 +122,7 @@ class Endpoint:
         }
 
     async def _reply(self, attempt: Callable[[], Awaitable[T]], deadline: float) -> T:
-        """Attempt until one succeeds, one fails for good, or the time is up."""
+        """Retry until success, a permanent failure, or the deadline."""
         try:
             return await retried(
                 attempt,

@@ -1,4 +1,4 @@
-"""Rewards by functions that users write, alone or as a weighted sum with built-in scorers.
+"""Rewards by user-written functions, alone or in a weighted sum with built-in scorers.
 
 A function runs in this process, not in the sandbox. Each call has a deadline. A plain function runs
 in its own thread; all async functions share a separate event loop, so that no function blocks the
@@ -41,12 +41,12 @@ cannot be killed."""
 
 _MAX_ERROR = 300
 _loop = LoopThread("reward functions")
-"""Of async functions: one that blocks holds up no rollout."""
+"""Event loop of async functions, separate so that a blocking one delays no rollout."""
 _log = logging.getLogger(__name__)
 
 
 def failure_of(scored_by: str) -> str:
-    """Return the one of FAILURES that a `scored_by` ends with, or ""."""
+    """Return the entry of FAILURES at the end of `scored_by`, or ""."""
     reason = scored_by.rpartition(": ")[2]
     return reason if reason in FAILURES else ""
 
@@ -59,12 +59,12 @@ class ByPolicy(dict[str, float]):
 
 
 _Parts = dict[str, float | tuple[float, ...] | ByPolicy]
-"""By name; of a tuple each number is of a turn."""
+"""Parts by name; a tuple has one number per turn."""
 _Arguments = tuple[Task, str, Trajectory]
 
 
 class _Failed(Exception):
-    """A call that gave no reward."""
+    """Raised for a call without a valid reward."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -72,11 +72,11 @@ class _Failed(Exception):
 
 
 class _Function(NamedTuple):
-    """A function as the config names it."""
+    """A reward function of the config."""
 
     name: str
     part: str
-    """The name of what it returns, where that is a number."""
+    """Name of the part, if the function returns a number."""
     weight: float
     call: Callable[[Task, str, Trajectory], Any]
     is_async: bool
@@ -92,17 +92,18 @@ class RewardFunctions:
     functions: tuple[_Function, ...]
     gate: asyncio.Semaphore
     pool: BlockingPool
-    """Threads of plain functions."""
+    """The threads of plain functions."""
     warned: set[str] = field(default_factory=set)
-    """Which failures were told; the metrics count the others."""
+    """Kinds of failures already reported; metrics count further ones."""
 
     @classmethod
     def load(
         cls, options: Reward, policies: tuple[PolicyName, ...] = ("planner",)
     ) -> RewardFunctions | None:
-        """Import the functions of `reward.function`; None where it is unset.
+        """Return the imported functions of `reward.function`; None if unset.
 
-        Raises UserError for one that is not there or does not take (task, answer, trajectory).
+        Raises UserError for a missing function, or one without the parameters (task, answer,
+        trajectory).
         """
         if not options.function:
             return None
@@ -124,7 +125,7 @@ class RewardFunctions:
         return " + ".join(function.name for function in self.functions)
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Raise UserError for a task that a built-in scorer among the functions cannot score."""
+        """Raise UserError for a task that one of the built-in scorers cannot score."""
         for function in self.functions:
             if function.name not in SCORERS:
                 continue
@@ -137,8 +138,8 @@ class RewardFunctions:
                 check(replace(task, scorer=function.name))
 
     async def score(self, trajectory: Trajectory) -> Trajectory:
-        """Fill `reward`, `reward_parts` and `scored_by`, or let the rollout fail;
-        32 at a time.
+        """Return the rollout with `reward`, `reward_parts` and `scored_by` filled, or failed; 32 at
+        a time.
         """
         if trajectory.error:
             return trajectory
@@ -165,7 +166,7 @@ class RewardFunctions:
         )
 
     def _total(self, terms: Sequence[float | ByPolicy], policy: PolicyName) -> float:
-        """Add up what a policy gets. Raises _Failed where that is out of bounds."""
+        """Return a policy's total reward. Raises _Failed if out of bounds."""
         total = _sum([x.get(policy, 0.0) if isinstance(x, ByPolicy) else x for x in terms])
         reward = self.options.bounded(total)
         if reward is None:
@@ -180,8 +181,8 @@ class RewardFunctions:
     async def _call_all(
         self, trajectory: Trajectory
     ) -> tuple[dict[str, float], list[float | ByPolicy], tuple[float, ...]]:
-        """Call each function; return the parts by name, those of one policy as "part/policy", the
-        parts with their weights, and what they give each turn.
+        """Call each function; return the parts by name (of one policy as "part/policy"), the
+        weighted parts, and the turn rewards.
         """
         parts: dict[str, float] = {}
         terms: list[float | ByPolicy] = []
@@ -255,7 +256,7 @@ class RewardFunctions:
 
 
 def _sum(terms: Sequence[float]) -> float:
-    """Add without rounding on the way, as far as floats go; NaN beyond that."""
+    """Return the exactly rounded sum of floats; NaN on overflow."""
     try:
         return math.fsum(terms)
     except (OverflowError, ValueError):
@@ -263,7 +264,7 @@ def _sum(terms: Sequence[float]) -> float:
 
 
 def _sum_of(part: float | tuple[float, ...] | ByPolicy) -> float:
-    """Add up what turns or policies have of a part."""
+    """Return the sum of a part over turns or policies."""
     if isinstance(part, ByPolicy):
         return _sum(list(part.values()))
     return _sum(part) if isinstance(part, tuple) else part
@@ -283,7 +284,7 @@ async def _attempt_async(function: _Function, arguments: _Arguments) -> _Parts:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raise _Failed in place of what a function raises, with the place, in one line."""
+    """Raise _Failed instead of a function's error, with its source line, in one line."""
     try:
         yield
     except _Failed:
@@ -298,7 +299,7 @@ def _explained() -> Iterator[None]:
 
 
 def _parts(function: _Function, value: object) -> _Parts:
-    """Read what a function returned. Raises _Failed for anything but numbers."""
+    """Return the parts of a function's result. Raises _Failed for anything but numbers."""
     if isinstance(value, ByPolicy):
         value = {function.part: value}
     if not isinstance(value, Mapping):

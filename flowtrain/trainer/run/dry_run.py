@@ -1,5 +1,5 @@
-"""A look at a run before it begins, `--run.dry_run true`: all that it reads is loaded and checked,
-two rollouts are made and shown, and nothing is written.
+"""Dry run of a training run, `--run.dry_run true`: loads and checks all inputs, shows two scored
+rollouts, and writes nothing.
 
 A single rank does the work; the others only join, so that the memory plan covers all ranks. A model
 that is made for the run, and the verdicts of a judge, pass through a temporary folder.
@@ -36,7 +36,7 @@ from flowtrain.utils.text import printable
 from flowtrain.weights import WeightStore
 
 NUM_PROMPTS = 200
-"""Tasks whose first prompts are measured."""
+"""Number of tasks whose first prompts are measured."""
 NUM_ROLLOUTS = 2
 _LIMITS = {
     FinishReason.LENGTH: ", by rollout.max_new_tokens = {limit}",
@@ -48,9 +48,9 @@ _BUILT_IN_AGENTS = ("agentflow", "single", "tools")
 
 
 def dry_run(config: Config) -> int:
-    """Show what a run would do, on the main rank, and return its exit code.
+    """Print a preview of a run on the main rank, and return the exit code.
 
-    Raises UserError for whatever would keep the run from starting.
+    Raises UserError for any problem that would prevent the run from starting.
     """
     with ExitStack() as cleanup:
         world = World.join(config.run.device)
@@ -103,7 +103,7 @@ class _PromptMeter(NoEngine):
 
 
 def _prompt_lengths(components: RunComponents) -> str:
-    """Measure the first prompts of some tasks, without an analyst's text."""
+    """Return the lengths of some tasks' first prompts, without an analyst's text."""
     config = components.config
     if config.agent.name not in _BUILT_IN_AGENTS or config.agent.environment:
         return "first prompts: see the rollouts below, because third-party code writes them"
@@ -150,7 +150,7 @@ async def _first_prompts(agent: Agent, tasks: Sequence[Task]) -> list[int]:
 def _roll_out(
     components: RunComponents, folder: Path, cleanup: ExitStack
 ) -> tuple[Trajectory, ...]:
-    """Make and score rollouts of the first questions of a step."""
+    """Return scored rollouts of the first questions of a step."""
     config = components.config
     agent = _agent(components, folder, cleanup)
     tasks = components.tasks.cursor(config.run.seed, 0).take(NUM_ROLLOUTS)
@@ -161,9 +161,7 @@ def _roll_out(
 
 
 def _agent(components: RunComponents, folder: Path, cleanup: ExitStack) -> Agent:
-    """Return the run's agent, with an expert in the place of the policy where its engine is not
-    installed.
-    """
+    """Return the run's agent, with an expert in place of a policy without an installed engine."""
     config = components.config
     missing_reason = _missing_engine(config)
     if missing_reason:
@@ -188,7 +186,7 @@ def _agent(components: RunComponents, folder: Path, cleanup: ExitStack) -> Agent
 
 
 def _missing_engine(config: Config) -> str:
-    """Say why the engine of the policies cannot be there at all; "" if it can."""
+    """Return why the policies' engine is unavailable; "" if it is available."""
     try:
         if config.rollout.engine == "vllm":
             check_installed()
@@ -250,7 +248,7 @@ class _RolloutText:
 
 
 def _turn_results(turn: Turn) -> Iterator[str]:
-    """Say what a turn did with its response."""
+    """Return the results of a turn as text."""
     for tool_call in turn.tool_calls:
         yield f"tool {tool_call.name}({tool_call.arguments}): {tool_call.result.text}"
     if turn.problem:

@@ -1,6 +1,4 @@
-"""Open a run: all parts, from its newest checkpoint or from `model.path`, and what keeps a run from
-going on.
-"""
+"""Opening of a run from its newest checkpoint or from `model.path`, and the checks before it."""
 
 from __future__ import annotations
 
@@ -46,9 +44,8 @@ SPLITS = "splits"
 def open_run(config: Config, interrupt: Interrupt | None = None) -> Iterator[Run]:
     """Open a run, from its newest checkpoint or from `model.path`; closes it at the end.
 
-    Version `start_step` is then published and loaded. Raises UserError for what the config gets
-    wrong, before the run folder is made, and NothingToDo where more steps are done than asked for.
-    Collective.
+    Publishes and loads version `start_step`. Raises UserError for mistakes in the config, before
+    the run folder exists, and NothingToDo if all requested steps are done. Collective.
     """
     with ExitStack() as cleanup:
         yield _open(config, interrupt or Interrupt(), cleanup)
@@ -99,7 +96,7 @@ def _store(config: Config) -> WeightStore:
 def _open_policy(
     shared: Shared, components: RunComponents, cleanup: ExitStack, first: Run | None = None
 ) -> Run:
-    """Open what trains a policy: the first, or one that goes on from the step of the first."""
+    """Open the trainer of a policy: the first, or one that continues from the step of the first."""
     config, placement, world = components.config, components.placement, components.world
     if first is not None:
         cleanup.enter_context(lock_run_dir(config, world))
@@ -153,7 +150,9 @@ def _open_policy(
 
 
 def _registration(components: RunComponents, step: int) -> Register:
-    """Describe the trained policy to the dataflow, for a run that goes on at `step`."""
+    """Return the registration of the trained policy with the dataflow, for a run that continues at
+    `step`.
+    """
     config, model_config = components.config, components.model.config
     spec, dtype = components.policies[config.train.policy], getattr(torch, config.model.dtype)
     return Register(
@@ -169,8 +168,8 @@ def _registration(components: RunComponents, step: int) -> Register:
 
 
 def check_left(config: Config, world: World) -> None:
-    """Raise NothingToDo for a run that has taken more steps than it is to have: its end would be
-    written over the checkpoint of an earlier step. Writes nothing.
+    """Raise NothingToDo for a run with more steps than requested, whose end would overwrite an
+    earlier checkpoint. Writes nothing.
     """
     num_steps = config.train.num_steps
 
@@ -189,10 +188,10 @@ def check_left(config: Config, world: World) -> None:
 
 
 def check_splits(components: RunComponents) -> None:
-    """Raise UserError where a run that goes on would hold other questions out than at its start:
-    it would train some of those, and be measured on some that it has trained. Collective.
+    """Raise UserError if a resumed run would hold out other questions than at its start, because it
+    would train on held-out questions and be evaluated on trained ones. Collective.
 
-    A run of a version that kept no fingerprints passes.
+    Runs of older versions without fingerprints pass.
     """
     run, current = components.config.run, components.tasks.splits
     manifest_path = Path(run.dir) / "manifest.json"
@@ -215,8 +214,8 @@ def check_splits(components: RunComponents) -> None:
 
 
 def resume(run_dir: RunDir, learner: Follower, required_step: int | None = None) -> dict[str, Any]:
-    """Load the newest checkpoint, if the run is to be resumed, or that of `required_step`, where
-    another policy of the run goes on; return the state of the loop.
+    """Load the newest checkpoint, if the run resumes, or the checkpoint of `required_step`, from
+    which another policy continues; return the state of the loop.
     """
     config, world = learner.config, learner.components.world
 
