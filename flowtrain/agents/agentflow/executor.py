@@ -22,7 +22,7 @@ from flowtrain.tools.base import shorten
 
 
 class Executed(NamedTuple):
-    """The call of a tool, or why there was none to call."""
+    """A tool call, or the reason why none was possible."""
 
     tool_call: ToolCall | None
     problem: str = ""
@@ -31,7 +31,7 @@ class Executed(NamedTuple):
 
 
 class NoCommand(Exception):
-    """There is nothing to run; the text is the error that the planner reads."""
+    """Raised without a command to run; the planner reads the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Executor:
     timeout_s: float
     """Seconds per command of a tool that does not keep its own time."""
     max_chars: int
-    """Characters of a result that are kept, and of a reply that holds no command."""
+    """Longest kept text of a result, or of a reply without a command, in characters."""
     engine: ChatEngine | None = None
     ask_timeout_s: float = 0.0
     """Seconds that the model may take to write it."""
