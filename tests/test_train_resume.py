@@ -90,9 +90,7 @@ def test_a_resume_after_the_questions_have_grown_is_refused(server: Server, tmp_
     again = ("--train.num_steps", "1", "--run.dir", run, "--resume", "auto")
     code, said, _ = server.run("train", *words, *again)
     assert code == 2 and len(said) == 1
-    assert (
-        f"tasks.path='{path}' holds out other questions than at the start of {run} began" in said[0]
-    )
+    assert f"tasks.path='{path}' holds out other questions than at the start of {run}" in said[0]
     path.write_text("\n".join(lines[:40]))
     assert server.run("train", *words, *again)[0] == 0
 

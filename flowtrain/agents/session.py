@@ -296,8 +296,7 @@ class Session:
 
 
 class SessionAgent(ABC):
-    """Base class of an agent written as a program: override `answer`, which samples and returns the
-    final answer.
+    """Base class of agents written as programs, which override `answer`.
 
     Implements `Agent`. Subclasses declare further abilities by class attributes such as
     `can_branch`; see `AgentKind`.
@@ -376,7 +375,7 @@ class SessionAgent(ABC):
 
 
 def _replay(turn: Turn, policy: PolicyName, prompt_ids: tuple[int, ...]) -> Turn:
-    """Return the parent's turn, after checking that the program repeats the parent's request."""
+    """Return the parent's turn, checking that the program repeats the request."""
     if turn.policy != policy or turn.call.prompt_ids != prompt_ids:
         raise ValueError("it cannot branch: the same task and seed led to a different prompt")
     return turn

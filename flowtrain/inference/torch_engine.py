@@ -115,7 +115,7 @@ class TorchEngine:
         two batches.
         """
         assert self._reader is not None, (
-            "a model without a weight store cannot load another version"
+            "a model without a weight store is frozen at its version"
         )
         wait([self._reader.stage(version)])
         self._thread.submit(self._load, self._reader, version).result()

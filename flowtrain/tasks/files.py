@@ -105,7 +105,7 @@ def load_source(
     if not tasks:
         raise UserError(f"{path}: holds no tasks; at least one is needed")
     if 0 < num_unanswered < len(tasks):
-        unanswered = f"{num_unanswered:,} of them have no answer, {unanswered}"
+        unanswered = f"{num_unanswered:,} of them without an answer, {unanswered}"
     else:
         unanswered = ""  # all have one, or a reward function needs none
     return TaskSource(str(path), preset, tuple(tasks), solutions, num_system, unanswered)

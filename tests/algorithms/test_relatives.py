@@ -102,9 +102,7 @@ def test_one_mode_of_two_and_an_algorithm_that_makes_its_samples_itself() -> Non
         "policies": {"verifier": {"path": "v", "trained": True}},
     }
     made("infoflow", **beside)
-    with pytest.raises(
-        UserError, match=r"trained=true cannot be combined with algorithm\.name='appo'"
-    ):
+    with pytest.raises(UserError, match=r"trained=true cannot be combined with algorithm\.name"):
         made("appo", appo={"num_roots": 2}, **beside)
     told = r"dynamic_sampling=1 requires algorithm\.equal_groups = 'drop'"
     with pytest.raises(UserError, match=told):
@@ -203,9 +201,7 @@ def test_a_turn_is_credited_with_what_is_left_to_earn() -> None:
     assert [s.advantages[0] for s in out.samples] == approx([0.5, 0.15, 0.0, -0.15, -0.5])
     whole = batch("dr_grpo", group)
     assert [s.advantages[0] for s in whole.samples] == approx([0.5, 0.5, 0.0, 0.0, -0.5])
-    with pytest.raises(
-        UserError, match=r"to_go' cannot be combined with algorithm\.mode='released'"
-    ):
+    with pytest.raises(UserError, match=r"to_go' cannot be combined with algorithm\.mode='rel"):
         made("flow_grpo", algorithm={"turn_credit": "to_go", "mode": "released"})
 
 
@@ -261,7 +257,7 @@ def test_what_was_observed_goes_on_from_a_checkpoint(alone: World) -> None:
 
 
 def test_questions_of_one_rollout_are_not_dropped() -> None:
-    with pytest.raises(UserError, match=r"algorithm.equal_groups='drop' .* takes 'keep'"):
+    with pytest.raises(UserError, match=r"algorithm.equal_groups='drop' .* requires 'keep'"):
         made("spo", algorithm={"equal_groups": "drop"})
 
 
@@ -317,7 +313,7 @@ def test_a_teacher_without_a_hint_reads_the_prompts() -> None:
         ({}, "distill.teacher='policy' .* distill.hint"),
         (
             {"distill": {"hint": "x"}, "algorithm": {"equal_groups": "drop"}},
-            "algorithm.equal_groups='drop' .* takes 'keep'",
+            "algorithm.equal_groups='drop' .* requires 'keep'",
         ),
         (
             {"distill": {"teacher": "a/b"}, "algorithm": {"kl_coef": 0.1}},

@@ -280,10 +280,10 @@ def test_a_cancelled_request_frees_its_slot() -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"<html>Bad gateway</html>", "no JSON: '<html>Bad gateway"),
+        (b"<html>Bad gateway</html>", "not JSON: '<html>Bad gateway"),
         (b"", "an empty body"),
-        (b"\xff\xfe\x00", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
+        (b"\xff\xfe\x00", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
         (b"[1, 2]", r"without choices.*\[1, 2\]"),
         (b'{"choices": []}', "without choices"),
         (b'{"choices": [null]}', "without choices"),

@@ -429,7 +429,7 @@ def test_a_policy_that_a_reward_does_not_name_gets_nothing_of_it(load: Load) -> 
 @pytest.mark.parametrize(
     ("returned", "told"),
     [
-        ("ByPolicy(judge=1.0)", "'score' has a reward of 'judge', no policy of this run"),
+        ("ByPolicy(judge=1.0)", "'score' has a reward for 'judge', which is no policy"),
         ("ByPolicy(solver=2.0)", "the reward of .* for solver is 2, not from 0 to 1"),
         ("ByPolicy(solver='x')", "not numbers"),
         ("ByPolicy(solver=float('nan'))", "nan"),

@@ -123,5 +123,5 @@ def test_options_of_training_and_of_the_way_to_the_engine_may_change(tmp_path: P
 
 def test_the_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(UserError, match="is the folder of another run"):
+    with pytest.raises(UserError, match="is the folder of a run without a teacher"):
         open_log(config(tmp_path))

@@ -655,7 +655,7 @@ def test_a_trainer_resumes_only_what_this_run_has_trained(flow: Ledger) -> None:
     assert kept == [5, 6, 7, 8], "those of step 1 are not needed any more"
     trained(flow, 2, 2)
     assert rows(flow, "payloads", "work_item") == []
-    told = "the batches after step 0 are gone; planner had a checkpoint of step 2"
+    told = "the batches after step 0 were deleted; planner had a checkpoint of step 2"
     with pytest.raises(Refused, match=told):
         flow.register(planner(step=0))
     with pytest.raises(Refused, match="checkpoint of step 3 belongs to another run"):
@@ -683,7 +683,7 @@ def test_a_trainer_resumes_only_what_this_run_has_trained(flow: Ledger) -> None:
             )
         ),
         *(
-            (partial(lease, versions={"planner": version}), "of 'planner' is none")
+            (partial(lease, versions={"planner": version}), "of 'planner' does not exist")
             for version in (-1, 2**41, 2**63 - 1)
         ),
         *(
@@ -691,7 +691,7 @@ def test_a_trainer_resumes_only_what_this_run_has_trained(flow: Ledger) -> None:
             for each in ((1, 0), (0, 1), (-1, -1))
         ),
         *(
-            (methodcaller("join", Join(name, "a")), "a name has 1 to 100 letters")
+            (methodcaller("join", Join(name, "a")), "must have 1 to 100 letters")
             for name in ("", "../n", "a b", "n" * 101, "n\n")
         ),
         *(

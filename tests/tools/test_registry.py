@@ -151,9 +151,7 @@ def test_card_name_must_equal_entry_point_name(site: Path) -> None:
 def test_a_name_that_two_packages_offer_is_refused(site: Path, name: str, first: str) -> None:
     install(site, "other", {"Shout": "other:Shout"}, SHOUT)
     install(site, "shouting", {name: "shouting:Shout"}, SHOUT)
-    told = (
-        rf"^tool '{name}' is defined by both {first} and by shouting 1\.2; uninstall one of them$"
-    )
+    told = rf"^tool '{name}' is defined by both {first} and shouting 1\.2; uninstall one of them$"
     with pytest.raises(UserError, match=told):
         make_tools(config("Base_Generator"), TASKS)
 
@@ -229,7 +227,7 @@ def test_a_tool_may_have_a_model_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("engines", "reason"),
-    [({"Python_Coder": "coder"}, "must be a name in [engines]"), ({"Serch": "x"}, "no such tool")],
+    [({"Python_Coder": "coder"}, "must be a name in [engines]"), ({"Serch": "x"}, "does not include this")],
 )
 def test_models_of_tools_are_checked(engines: dict[str, str], reason: str) -> None:
     config = Config.model_validate({"agent": {"tool_engines": engines}})

@@ -490,7 +490,7 @@ def test_mxfp4_is_dequantised_while_it_is_loaded(
     for name, values in expected.items():
         assert torch.equal(loaded.state_dict()[name].float(), values), name
     assert not hasattr(loaded.config, "quantization_config")
-    assert "mxfp4, which are dequantised" in caplog.text
+    assert "mxfp4 weights, which are dequantised" in caplog.text
 
 
 # ---- the trainer, alone and on several ranks

@@ -40,7 +40,7 @@ FOUND = {
     "gemma3": "vision_config",
     "gemma4_text": "no attribute 'shared_kv_states'",
     "gpt2": "no module list `layers`",
-    "granitemoe": "num_local_experts=8): GraniteMoeTopKRouter weighs",
+    "granitemoe": "num_local_experts=8): GraniteMoeTopKRouter uses",
     "jamba": "recurrent state",
     "mamba2": "recurrent state",
     "moshi": "its attention",  # gets no windows; or, in transformers 5.19, no structure of a row

@@ -102,11 +102,8 @@ def tokens(**changed: Any) -> Callable[[Path], None]:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "bin": (
-        renamed("pytorch_model.bin"),
-        r"pytorch_model\.bin, .* convert them, for example with Auto",
-    ),
-    "pth": (renamed("consolidated.00.pth"), "in consolidated.00.pth, and model.safetensors alone"),
+    "bin": (renamed("pytorch_model.bin"), r"pytorch_model\.bin, .* convert them, .* with Auto"),
+    "pth": (renamed("consolidated.00.pth"), "in consolidated.00.pth, but only model.safetensors"),
     "gguf": (renamed("model-q4.gguf"), r"in model-q4\.gguf"),
     "another name": (renamed("model.fp16.safetensors"), r"in model\.fp16\.safetensors"),
     "none": (lambda path: (path / "model.safetensors").unlink(), "is not a causal language model"),
@@ -120,10 +117,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "inf": (weights(lambda w: w[UP].view(-1)[7].fill_(torch.inf)), f"non-finite numbers in {UP}"),
     "missing": (weights(lambda w: w.pop(UP)), f"lacks 1 of its tensors, such as {UP}"),
     "no head": (values("config.json", tie_word_embeddings=False), f"such as {HEAD}"),
-    "a bias": (
-        weights(lambda w: w.update({UP[:-6] + "bias": torch.ones(9)})),
-        "config does not include",
-    ),
+    "a bias": (weights(lambda w: w.update({UP[:-6] + "bias": torch.ones(9)})), "does not include"),
     "field": (values("config.json", hidden_size=None), "'hidden_size' expected int, got None"),
     "dtype": (values("config.json", dtype="float3"), "has no attribute 'float3'"),
     "generation": (

@@ -78,7 +78,7 @@ def test_damage_and_what_is_missing_are_said(
         reader.head()
     elsewhere = open_source(f"{bucket}-of-nobody", tmp_path / "cache")
     assert elsewhere.head() is None
-    with pytest.raises(StoreError, match="is not there"):
+    with pytest.raises(StoreError, match="does not exist"):
         open_source(bucket, tmp_path / "other").fetch(7, file)
 
 

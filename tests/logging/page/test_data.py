@@ -194,8 +194,8 @@ def test_only_an_evaluation(tmp_path: Path) -> None:
     ("name", "text", "message"),
     [
         ("config.toml", "a = [", "config.toml is not valid TOML"),
-        ("manifest.json", "{", "manifest.json is no JSON"),
-        ("summary.json", "nonsense", "summary.json is no JSON"),
+        ("manifest.json", "{", "manifest.json is not valid JSON"),
+        ("summary.json", "nonsense", "summary.json is not valid JSON"),
         (
             "metrics.jsonl",
             'nonsense\n{"step": 1, "a": 2}\n',

@@ -61,7 +61,7 @@ def test_a_file_that_changes_what_is_held_out_is_refused(
     begin(tmp_path, tasks)
     check_splits(components(tmp_path, tasks))
     write(tmp_path / "q.jsonl", change(rows(40)))
-    said = f"^tasks.path='{path}' holds out other questions than at the start of {tmp_path} began"
+    said = f"^tasks.path='{path}' holds out other questions than at the start of {tmp_path}"
     with pytest.raises(UserError, match=said):
         check_splits(components(tmp_path, tasks))
 
