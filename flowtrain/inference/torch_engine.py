@@ -114,9 +114,7 @@ class TorchEngine:
         """Update the model's weights to a version in place: fetches during sampling, writes between
         two batches.
         """
-        assert self._reader is not None, (
-            "a model without a weight store is frozen at its version"
-        )
+        assert self._reader is not None, "a model without a weight store is frozen at its version"
         wait([self._reader.stage(version)])
         self._thread.submit(self._load, self._reader, version).result()
 

@@ -298,7 +298,7 @@ def test_a_service_takes_no_place_that_another_scorer_chose(engine: TorchEngine)
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--rollout.top_p", "0.9", "--rollout.top_k", "20"], "rollout.top_k=20 changes the sampler's"),
+        (["--rollout.top_p", "0.9", "--rollout.top_k", "20"], "rollout.top_k=20 changes"),
         (["--appo.scorer", "x"], r"appo.scorer='x' must be an endpoint of \[engines\] \(it has"),
         (
             ["--appo.omega", "behavior", "--rollout.engine", "vllm", "--rollout.temperature", "2"],

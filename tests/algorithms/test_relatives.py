@@ -313,7 +313,7 @@ def test_a_teacher_without_a_hint_reads_the_prompts() -> None:
         ({}, "distill.teacher='policy' .* distill.hint"),
         (
             {"distill": {"hint": "x"}, "algorithm": {"equal_groups": "drop"}},
-            "algorithm.equal_groups='drop' .* requires 'keep'",
+            "algorithm.equal_groups='drop' .* takes 'keep'",
         ),
         (
             {"distill": {"teacher": "a/b"}, "algorithm": {"kl_coef": 0.1}},

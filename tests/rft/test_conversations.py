@@ -175,7 +175,7 @@ def test_ranks_share_the_rows(tmp_path: Path) -> None:
         ({"messages": [ANSWER]}, "the first message is a reply"),
         ({"messages": [USER, {**ANSWER, "role": "bot"}]}, "messages.1.role: "),
         ({"messages": [USER, {**ANSWER, "weight": 0}]}, "messages.1.weight is not supported"),
-        ({"messages": [USER, {**ANSWER, "reasoning": "x"}]}, "messages.1.reasoning is not supported"),
+        ({"messages": [USER, {**ANSWER, "reasoning": "x"}]}, "reasoning is not supported"),
         ({"messages": [USER, {**ANSWER, "content": [IMAGE]}]}, "messages.1.content"),
         ({"messages": [USER, {**RESULT, "tool_call_id": None}, ANSWER]}, "tool_call_id"),
         ({"messages": [USER, ANSWER], "tools": [{"type": "custom"}]}, "tools.0.type: "),

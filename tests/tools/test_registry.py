@@ -227,7 +227,10 @@ def test_a_tool_may_have_a_model_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("engines", "reason"),
-    [({"Python_Coder": "coder"}, "must be a name in [engines]"), ({"Serch": "x"}, "does not include this")],
+    [
+        ({"Python_Coder": "coder"}, "must be a name in [engines]"),
+        ({"Serch": "x"}, "does not include"),
+    ],
 )
 def test_models_of_tools_are_checked(engines: dict[str, str], reason: str) -> None:
     config = Config.model_validate({"agent": {"tool_engines": engines}})
