@@ -121,7 +121,7 @@ LIGHT = {
     },
     "view": {
         "--help": "usage: python -m flowtrain.logging.page",
-        "nowhere": "there is not a folder nowhere",
+        "nowhere": "there is no folder nowhere",
     },
 }
 """By command: words, and what is answered. torchrun is torch's own."""

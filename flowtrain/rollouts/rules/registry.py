@@ -86,7 +86,7 @@ def _call(name: str, make: Callable[..., Any], options: dict[str, Any]) -> Any:
         parameters.bind(**options)
     except TypeError as error:
         names = ", ".join(parameters.parameters) or "no options"
-        raise UserError(f"plugins.{name}: {error}; its options are {names}") from None
+        raise UserError(f"plugins.{name}: {error}; it takes {names}") from None
     try:
         return make(**options)
     except ValidationError as error:
