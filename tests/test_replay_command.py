@@ -90,7 +90,7 @@ def test_so_do_some_of_its_steps_from_a_checkpoint(server: Server, whole: Path) 
 def test_steps_that_cannot_be_begun_with_are_refused(server: Server, whole: Path) -> None:
     text = refused(server, whole, "--from", 4)
     assert "after step 3" in text and "[1, 5]" in text and "checkpoint.keep" in text
-    assert "steps 1 to 6 are" in refused(server, whole, "--to", 7)
+    assert "recorded steps: 1 to 6" in refused(server, whole, "--to", 7)
     assert "before --from 5" in refused(server, whole, "--from", 5, "--to", 4)
     assert "--log.replay true" in refused(server, whole / "checkpoints")
 

@@ -343,7 +343,7 @@ def test_a_manifest_of_another_version_or_of_nothing(
     other = (filled.folder(2) / "manifest.json").read_bytes()
     for text, told in (
         (other, "describes version 2"),
-        (b"{}", "no manifest"),
+        (b"{}", "not the manifest"),
         *((text, "damaged") for text in (b"[" * 100_000, other[:-20], b"\xff" * 20)),
     ):
         server.answers["manifest.json"] = [lambda handler, text=text: handler.reply(200, text)]

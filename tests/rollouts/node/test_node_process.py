@@ -387,7 +387,7 @@ def test_a_node_whose_token_is_revoked_ends_with_one_line(
         assert (node.wait(), other.wait()) == (75, 1)
         assert list(made.ledger.status()["nodes"]) == ["eu-1"]
     for process, why in (
-        (node, "HTTP 401: the token is missing or wrong; set FLOWTRAIN_TOKEN to that of the serv"),
+        (node, "HTTP 401: the token is missing or wrong; set FLOWTRAIN_TOKEN to the token of the"),
         (other, "HTTP 403: the token is that of the node 'eu-1', the request is of 'us-1'"),
     ):
         lines = process.err.read_text().splitlines()
