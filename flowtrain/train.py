@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 8 -m flowtrain.train --config configs/quickstart.toml
 
-One step, top to bottom, is the system:
+A step, top to bottom, shows the whole system:
 
     verb          room                        what it makes
     take          tasks/cursor.py             the next questions

@@ -35,7 +35,7 @@ def s3_server(*buckets: str) -> Iterator[str]:
     """The address of a server with these buckets; skips where moto is missing."""
     for package in ("moto", "flask", "obstore"):
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is missing: pip install 'flowtrain[s3-tests]'")
+            pytest.skip(f"{package} is missing: pip install -e '.[s3-tests]'")
     with subprocess.Popen(
         [sys.executable, "-c", _CODE, *buckets],
         stdin=subprocess.PIPE,

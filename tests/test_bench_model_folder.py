@@ -97,7 +97,7 @@ def test_a_folder_without_a_chat_template_is_refused(tiny_path: str) -> None:
 def test_a_step_on_own_rollouts_has_the_same_gradient_on_every_path(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("trl", reason="needs pip install 'flowtrain[bench]'")
+    pytest.importorskip("trl", reason="needs pip install -e '.[bench]'")
     path = tmp_path / "step.json"
     words = ("--model", folder, "--new-tokens", "5", "--repeats", "1", "--device", "cpu")
     run(step.main, monkeypatch, *words, "--json", str(path))

@@ -118,7 +118,7 @@ def test_options_that_are_not_open_end_the_command(words: Sequence[str], problem
 
 @pytest.fixture(scope="module")
 def trl_trainer() -> ModuleType:
-    pytest.importorskip("trl", reason="needs pip install 'flowtrain[bench]'")
+    pytest.importorskip("trl", reason="needs pip install -e '.[bench]'")
     return importlib.import_module("bench.trl_trainer")
 
 

@@ -50,7 +50,7 @@ def test_a_command_runs_as_its_module_would() -> None:
 def test_the_exit_code_is_that_of_the_command(tmp_path: Path) -> None:
     done = run("weights", "verify", str(tmp_path / "none"))
     found = (done.returncode, done.stderr)
-    assert found == (2, f"python -m flowtrain.weights: {tmp_path / 'none'} is no folder\n")
+    assert found == (2, f"python -m flowtrain.weights: {tmp_path / 'none'} is not a folder\n")
 
 
 def test_without_a_command_they_are_listed(
@@ -98,7 +98,7 @@ LIGHT = {
     "evaluation": {
         "--help": "--benchmarks X",
         "--train.rl 1": "flowtrain.evaluation: unknown key train.rl",
-        "--turns 0": "--benchmarks names none",
+        "--turns 0": "--benchmarks names no benchmark",
         "--benchmarks own=ROWS:exact --planner x": "--planner 'x' may be 'policy'",
     },
     "replay": {
@@ -113,7 +113,7 @@ LIGHT = {
     "node": {"--help": "usage: python -m flowtrain.rollouts.node", "--form x": "--dataflow"},
     "weights": {
         "--help": "usage: python -m flowtrain.weights",
-        "verify nowhere": "nowhere is no folder",
+        "verify nowhere": "nowhere is not a folder",
     },
     "prove": {
         "--help": "usage: python -m flowtrain.inference.prove",

@@ -42,7 +42,9 @@ def test_a_folder_in_use_is_refused_and_left_alone(
         options = (*(SMALL if module == "rft" else words), *argv, "--run.dir", run)
         code, lines, _ = server.run(module, *options)
         assert code == 2
-        assert is_in_use(lines, module, run, "end it or give another --run.dir", os.getpid())
+        assert is_in_use(
+            lines, module, run, "end this process or choose another --run.dir", os.getpid()
+        )
         assert [path.name for path in run.iterdir()] == ["lock"]
 
 
@@ -55,7 +57,7 @@ def test_a_second_trainer_is_told_of_the_first_and_takes_over_when_it_is_killed(
     os.kill(first.pid, signal.SIGSTOP)
     code, lines, _ = server.run("train", *words, "--run.dir", run, "--resume", "auto")
     assert code == 2
-    assert is_in_use(lines, "train", run, "end it or give another --run.dir", first.pid)
+    assert is_in_use(lines, "train", run, "end this process or choose another --run.dir", first.pid)
     os.kill(first.pid, signal.SIGKILL)
     assert first.wait() == -signal.SIGKILL
     server.resume(run, *words)
@@ -72,7 +74,9 @@ def test_of_two_ranks_neither_waits_for_the_other_that_was_refused(
         assert [rank.wait() for rank in ranks] == [2, 2]
         lines = [line for rank in ranks for line in rank.err.read_text().splitlines()]
         ours = [line for line in lines if line.startswith("flowtrain.train: ")]
-        assert is_in_use(ours, "train", run, "end it or give another --run.dir", os.getpid())
+        assert is_in_use(
+            ours, "train", run, "end this process or choose another --run.dir", os.getpid()
+        )
         assert not any("Traceback" in line for line in lines)
 
 
@@ -103,7 +107,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_taken(
     options = (*words, "--run.dir", run, "--resume", "auto", "--checkpoint.keep", "1")
     code, lines, _ = server.run("train", *options)
     assert code == 0 and len(lines) == 1, lines
-    assert f"checkpoint {run / 'checkpoints' / NEWEST} is passed over: " in lines[0]
+    assert f"skipping checkpoint {run / 'checkpoints' / NEWEST}: " in lines[0]
     check_same_run(run, full)
     there = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert there == [NEWEST, f"{NEWEST}.damaged"]

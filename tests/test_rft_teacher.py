@@ -222,7 +222,7 @@ def test_an_interrupt_waits_for_the_rollouts_under_way(
     process = server.start("rft", *words(chat.base_url, run))
     process.wait_for(lambda: gate.num_asked == 16)
     os.kill(process.pid, signal.SIGINT)
-    process.wait_for(lambda: "once more to stop at once" in process.err.read_text())
+    process.wait_for(lambda: "interrupt again to stop at once" in process.err.read_text())
     gate.open_for = math.inf
     assert process.wait() == 130
     records = read(run / "trajectories.jsonl")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-gguf = pytest.importorskip("gguf", reason="needs pip install 'flowtrain[gguf]'")
+gguf = pytest.importorskip("gguf", reason="needs pip install -e '.[gguf]'")
 
 from examples.smollm2 import __main__ as command  # noqa: E402
 from examples.smollm2 import convert, parity  # noqa: E402

@@ -50,7 +50,7 @@ def test_a_reply_that_gives_something_away_is_asked_again(tmp_path: Path) -> Non
     bad = [{**LEE, "query": "Ann Lee"}, {**LEE, "names": ["Utopia"]}]
     code, asked, out = annotated(tmp_path, ROW, *map(said, bad), said(LEE, BOOK))
     assert code == 0 and "Ann Lee was born" in asked[0]
-    assert "gives 'Ann Lee' away" in asked[1] and "question itself names" in asked[2]
+    assert "reveals its answer 'Ann Lee'" in asked[1] and "question itself names" in asked[2]
     (task,) = load_tasks(out)
     assert task.sub_goals == (
         SubGoal(("Ann Lee",), 0.75, "author of Utopia"),

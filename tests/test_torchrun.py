@@ -92,7 +92,7 @@ def test_other_failures_end_in_the_rank_and_its_code(server: Server, tmp_path: P
     code, said = ended(start(server, tmp_path, "raise RuntimeError('no such thing')", 1, "0"))
     assert code == 1 and "RuntimeError: no such thing" in said
     found = said[-1]
-    assert found == "flowtrain.torchrun: rank 0 ended with exit code 1; what it printed is above"
+    assert found == "flowtrain.torchrun: rank 0 ended with exit code 1; see its output above"
 
 
 def test_a_rank_that_the_system_kills_is_named(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_rank_that_the_system_kills_is_named(tmp_path: Path) -> None:
     )
     assert done.returncode == 128 + signal.SIGKILL
     assert done.stderr.splitlines() == [
-        "flowtrain.torchrun: rank 0 was ended by SIGKILL, as the system does without memory"
+        "flowtrain.torchrun: rank 0 was ended by SIGKILL, as the kernel does when memory runs out"
     ]
 
 

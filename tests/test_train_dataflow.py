@@ -359,7 +359,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
         data = newest / "model" / "model.safetensors"
         data.write_bytes(data.read_bytes()[:-1])
         err = ended(start(url, run, *often))
-        assert f"checkpoint {newest} is passed over" in err
+        assert f"skipping checkpoint {newest}" in err
         assert copied.ledger.audit().problems == ()
     assert copied.work_items() == whole[1]
     check_same(last_of(run), last_of(whole[0]))
@@ -411,7 +411,7 @@ def test_a_run_that_does_not_fit_is_refused_in_a_line(
     copied: Dataflow, start: Start, server: Server, tmp_path: Path
 ) -> None:
     """Neither does a checkpoint go on with another database, or without one."""
-    no_token = "the token is missing or wrong; set FLOWTRAIN_TOKEN to that of the service"
+    no_token = "the token is missing or wrong; set FLOWTRAIN_TOKEN to the token of the service"
     few = "dataflow.max_waiting=99 must be at least the 100 groups of a batch"
     other, first = Dataflow(tmp_path / "other.sqlite"), tmp_path / "first"
     with copied.served() as url:
@@ -432,7 +432,7 @@ def test_a_run_that_does_not_fit_is_refused_in_a_line(
     )
     code, lines, _ = server.run("train", *WORDS, "--run.dir", first, "--resume", "auto")
     assert code == 2
-    assert f"was trained from the dataflow {copied.ledger.run!r}: name its service" in lines[-1]
+    assert f"trained from the dataflow {copied.ledger.run!r}: set dataflow.url to" in lines[-1]
 
 
 def test_one_policys_trainer_dies_and_the_others_goes_on(

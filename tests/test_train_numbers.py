@@ -48,11 +48,11 @@ IDLE = {
     ),
     "responses that are empty": (
         *("", ("--rollout.request_timeout_s", "1e-6")),
-        "no response has a token",
+        "all responses are empty",
     ),
     "prompts that outgrow the model": (
         *("", ("--tasks.path", "long.jsonl")),
-        "all prompts outgrow the model",
+        "all prompts are longer than the model's positions",
     ),
 }
 

@@ -90,7 +90,7 @@ def test_a_resume_after_the_questions_have_grown_is_refused(server: Server, tmp_
     again = ("--train.num_steps", "1", "--run.dir", run, "--resume", "auto")
     code, said, _ = server.run("train", *words, *again)
     assert code == 2 and len(said) == 1
-    assert f"tasks.path='{path}' does not hold out what it did when {run} began" in said[0]
+    assert f"tasks.path='{path}' holds out other questions than at the start of {run}" in said[0]
     path.write_text("\n".join(lines[:40]))
     assert server.run("train", *words, *again)[0] == 0
 
@@ -134,7 +134,7 @@ def test_the_first_interrupt_ends_a_run_that_has_nothing_to_save(
     said = process.err.read_text()
     assert "Traceback" not in said
     assert said.splitlines()[-1].endswith(
-        "interrupted; the same command with --resume auto goes on"
+        "interrupted; run the same command with --resume auto to continue"
     )
 
 
@@ -145,7 +145,7 @@ def test_a_second_interrupt_ends_the_run_at_once(
     process = server.start("train", *words, before=STUCK)
     process.wait_for(lambda: "stuck" in process.out.read_text())
     os.kill(process.pid, signal.SIGINT)
-    process.wait_for(lambda: "once more to stop at once" in process.err.read_text())
+    process.wait_for(lambda: "interrupt again to stop at once" in process.err.read_text())
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(timeout_s=20) == 130
     assert "Traceback" not in process.err.read_text()

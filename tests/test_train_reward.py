@@ -123,7 +123,7 @@ def test_functions_that_fail_fail_their_rollouts_alone(
             number = sum(each["scored_by"].endswith(f": {why}") for each in mine)
             assert line[f"reward_failures/{why}"] == number
         assert line["failed_rollouts"] == sum(bool(each["error"]) for each in mine) > 0
-    told = [line for line in ran.lines if "such a rollout fails" in line]
+    told = [line for line in ran.lines if "the rollout fails" in line]
     assert len(told) == 2 and all("mine.py:score" in line for line in told), ran.lines
 
 

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(folder: Path, cache: Path, is_check: bool) -> None:
-    with user_error("a GGUF file needs pip install 'flowtrain[gguf]'", ImportError):
+    with user_error("a GGUF file needs pip install -e '.[gguf]'", ImportError):
         from examples.smollm2 import convert, parity
 
     started = time.monotonic()

@@ -1,6 +1,6 @@
-"""The contract of an agent: how one rollout of a task goes.
+"""The contract of agents, which produce rollouts of tasks.
 
-`[agent] name` chooses one. The trainer, the nodes and the evaluations know no more than this.
+`agent.name` selects the agent. Trainer, nodes and evaluations depend on this interface only.
 """
 
 from __future__ import annotations
@@ -19,42 +19,44 @@ from flowtrain.tools import Tool
 
 
 class Agent(Protocol):
-    """Makes rollouts; keeps no state of a rollout, so any number may run at once."""
+    """Produces rollouts and keeps no state of one, so any number may run at once."""
 
     async def run(
         self, task: Task, seed: int, cutoff: Cutoff | None = None, start: BranchStart | None = None
     ) -> Trajectory:
-        """Roll out one task; the same task and seed give the same rollout.
+        """Roll out one task and return its trajectory; the same task and seed give the same
+        rollout.
 
         Every call in the trajectory holds the exact ids that a policy of the agent's context read
         and sampled. Training uses these ids; nothing is tokenized again.
 
         Args:
-            cutoff: ends many rollouts together; each then answers from the turns that it has.
-            start: the rollout is a branch, which takes over what its parent did before that point;
-                given only where the agent can branch.
+            cutoff: ends many rollouts at the same time; each of them then answers from its finished
+                turns.
+            start: makes the rollout a branch, which copies its parent up to this point. Only agents
+                that can branch receive it.
         """
 
     def with_hints(self, hints: Hints | None) -> Agent:
-        """Return the agent that gives hints by this rule; None: it gives none."""
+        """Return an agent that gives hints by this rule; None disables hints."""
 
     def close(self) -> None:
-        """Free what the agent holds; it makes no more rollouts. May be called twice."""
+        """Release the agent's resources; no rollout may follow. May be called twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentContext:
-    """The parts that an agent is made from."""
+    """The parts of a run that an agent is built from."""
 
     config: Config
     policies: Mapping[PolicyName, Policy]
-    """Policies that are or could be trained, by name, in the config's order."""
+    """Trainable policies by name, in the order of the config."""
     tools: Mapping[str, Tool]
     """The tools of `agent.tools`, by name."""
     chats: Mapping[str, ChatEngine]
-    """Frozen models, by the role that `[roles]` gives them."""
+    """Frozen models by their role in `[roles]`."""
     max_turns: int
-    """Limit of a rollout's turns, in training or in evaluation."""
+    """Turn limit per rollout, of training or of evaluation."""
 
     @property
     def first_policy(self) -> Policy:

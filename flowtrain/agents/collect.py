@@ -1,4 +1,4 @@
-"""Drive many rollouts over one event loop."""
+"""Concurrent collection of rollouts on one event loop."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ def collect(
     straggler_s: float = 60.0,
     on_done: Callable[[], None] = _nobody_counts,
 ) -> list[Group]:
-    """Roll out each task of this rank `group_size` times, `max_in_flight` rollouts at a time.
+    """Roll out each task of this rank `group_size` times, up to `max_in_flight` rollouts at a time,
+    and return the groups.
 
-    Task i belongs to rank i mod num_ranks; rank -1 has none. `seed` is the step's: the same tasks
-    and seed give the same rollouts, on any number of ranks. Once the share `straggler_share` of the
-    rollouts is done, the turns of the others end `straggler_s` seconds later. `on_done` is called
-    as each rollout ends.
+    Task i belongs to rank i mod num_ranks; rank -1 has none. `seed` is the seed of the step: the
+    same tasks and seed give the same rollouts on any number of ranks. Once the share
+    `straggler_share` of the rollouts is done, the turns of the others end `straggler_s` seconds
+    later. `on_done` is called as each rollout ends.
 
     Raises UserError when a frozen module's engine refuses all requests, and ExceptionGroup for
     unforeseen failures.
@@ -64,12 +65,13 @@ def collect_branches(
     straggler_share: float = 1.0,
     straggler_s: float = 60.0,
 ) -> list[Group]:
-    """Fill the groups up to `group_size` rollouts: one branch per point, else whole rollouts.
+    """Return the groups filled up to `group_size` rollouts: one branch per point, then whole
+    rollouts.
 
     Args:
-        points: branch points by group, at most as many as rollouts are missing.
+        points: branch points by group, at most one per missing rollout.
 
-    The other arguments and the errors are those of `collect`.
+    `collect` documents the other arguments and the errors.
     """
     requests = [
         request
@@ -89,7 +91,7 @@ def collect_branches(
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One rollout to make."""
+    """A request for one rollout."""
 
     index: int
     """The group's index."""
@@ -100,9 +102,7 @@ class RolloutRequest:
 
 
 def missing(group: Group, points: Sequence[BranchPoint], group_size: int) -> list[RolloutRequest]:
-    """Return requests for the rollouts that the group lacks: one branch per point, else whole
-    rollouts.
-    """
+    """Return requests for a group's missing rollouts: a branch per point, then whole ones."""
     task = group.trajectories[0].task
     numbers = range(len(group.trajectories), group_size)
     starts = [BranchStart(group.trajectories[point.parent], point) for point in points]
@@ -118,7 +118,7 @@ def _run(agent: Agent, requests: Sequence[RolloutRequest], *options: Any) -> Ite
 
 
 async def roll_out(agent: Agent, task: Task, seed: int) -> Trajectory:
-    """Roll out one task; a planner whose engine fails makes a failed rollout."""
+    """Roll out one task; a failure of the planner's engine yields a failed rollout."""
     started = time.monotonic()
     try:
         return await agent.run(task, seed)

@@ -1,4 +1,4 @@
-"""Policies, and what modules of the flow give them to read."""
+"""Trainable policies, and the prompts that modules of the flow write for them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flowtrain.records import Call, FinishReason, PolicyName, Sampling, Task, Ve
 
 
 class PromptTooLong(Exception):
-    """The memory has outgrown the model's positions; the rollout ends with what it has."""
+    """A prompt exceeds the model's positions; the rollout ends with its finished turns."""
 
 
 class Moment(NamedTuple):
-    """The question and the memory that a module reads; the refiner what was found, too."""
+    """The question and the memory that a module reads and, for the refiner, the search results."""
 
     task: Task
     memory: Memory = Memory()
@@ -29,7 +29,7 @@ class Moment(NamedTuple):
 
 
 class Prompt(Protocol):
-    """Renders the prompt of a module, and writes the replies that answer it."""
+    """Renders the prompt of a module, and writes replies to the prompt for imitation."""
 
     prefix: str
     """The part of the reply that the prompt contains."""
@@ -39,13 +39,13 @@ class Prompt(Protocol):
     def render(self, moment: Moment) -> str: ...
 
     def write(self, content: Any) -> str:
-        """Write the reply that the module reads as `content`, without the prefix, for those who
-        play the policy.
+        """Return the reply, without the prefix, that the module parses as `content`; used by
+        experts that play the policy.
         """
 
 
 def opening(call: Call, num_tokens: int) -> Call:
-    """Return a call with the first tokens of its response, behind which a branch goes on."""
+    """Return a call with the first tokens of its response, which a branch continues."""
     spans = (replace(s, end=min(s.end, num_tokens)) for s in call.spans if s.start < num_tokens)
     mask = call.sampling_mask
     return Call(
@@ -59,7 +59,7 @@ def opening(call: Call, num_tokens: int) -> Call:
 
 
 def joined(beginning: Call, later: Call) -> Call:
-    """Return the whole call, of whose response `later` was sampled behind what was begun."""
+    """Return the whole call from its beginning and its continuation `later`."""
     shift = len(beginning.response_ids)
     spans = (VersionSpan(s.start + shift, s.end + shift, s.version) for s in later.spans)
     first_mask, later_mask = beginning.sampling_mask, later.sampling_mask
@@ -76,9 +76,7 @@ def joined(beginning: Call, later: Call) -> Call:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A trainable policy as agents see it: token ids in, token ids out. It implements `Voice` for
-    its module.
-    """
+    """A trainable policy: token ids in, token ids out. Implements `Voice` for its module."""
 
     is_frozen: ClassVar[bool] = False
 
@@ -92,12 +90,12 @@ class Policy:
     frequency_penalty: float = 0.0
     name: PolicyName = ""
     sampled: Counter[PolicyName] = field(default_factory=Counter)
-    """Tokens that engines have returned, by policy name, including turns that were broken off later
-    but not tokens of requests that were given up."""
+    """Tokens returned by engines, by policy name. Includes turns that were discarded later, but no
+    tokens of abandoned requests."""
 
     @property
     def max_tokens(self) -> int:
-        """Return the largest number of tokens of prompt and response together."""
+        """Return the largest total number of prompt and response tokens."""
         return self.engine.max_tokens
 
     async def sample(
@@ -110,11 +108,13 @@ class Policy:
         max_new_tokens: int | None = None,
         stop_strings: tuple[str, ...] = (),
     ) -> Call:
-        """Sample a response, or the continuation of its `prefix`. Raises PromptTooLong.
+        """Sample a response, or the continuation of `prefix`, and return the call. Raises
+        PromptTooLong if prompt and response limit exceed the model's positions.
 
         Args:
             max_new_tokens: a limit below the policy's own.
-            stop_strings: sampling stops after the first of these, which the response includes.
+            stop_strings: sampling stops after the first of these strings, which stays in the
+                response.
         """
         limit = min(self.max_new_tokens, max_new_tokens or self.max_new_tokens)
         if len(prompt_ids) + limit > self.max_tokens:
@@ -150,21 +150,23 @@ class Policy:
         return self.encode_prompt(text)
 
     def imitate(self, prompt_ids: tuple[int, ...], text: str, is_message: bool) -> Call:
-        """Return the call that answers `text`; its log-probs are 0, because nobody sampled it.
+        """Return a call with `text` as its response. The log-probs are 0, because no policy sampled
+        the response.
 
-        `is_message`: the chat template wrote the prompt, and its token ends the answer.
+        `is_message`: the chat template wrote the prompt, so the template's end token closes the
+        response.
         """
         end = reply_end(self.tokenizer) if is_message else self.tokenizer.eos_token_id
         ids = (*self.encode(text), end)
         return Call(prompt_ids, ids, (0.0,) * len(ids), (), FinishReason.STOP, text)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode a text; special tokens count only where a chat template wrote them."""
+        """Return the ids of a text, in which only a chat template's special tokens are special."""
         return tuple(encode_plain(self.tokenizer, text))
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Encode the beginning of a prompt, after the tokenizer's initial tokens such as <bos>,
-        unless a chat template wrote it.
+        """Return the ids of the beginning of a prompt, including the tokenizer's initial tokens
+        such as <bos> unless a chat template wrote the text.
         """
         return tuple(encode_prompt(self.tokenizer, text))
 
@@ -173,12 +175,12 @@ class Policy:
 
 
 def check_own_template(config: Config, policy: PolicyName, tokenizer: ChatTokenizer) -> None:
-    """Raise UserError for a tokenizer without the chat template that the prompt needs."""
+    """Raise UserError if the prompt needs a chat template and the tokenizer has none."""
     need = "which agent.prompt='full' needs (agent.prompt='compact' does not)"
     check_template(tokenizer, *config.path_of(policy), need)
 
 
 def check_prompt(config: Config, tokenizer: ChatTokenizer) -> None:
-    """Check the first policy's tokenizer, where `agent.prompt` asks for its chat template."""
+    """Check that the first policy's tokenizer has a chat template, if `agent.prompt` needs one."""
     if config.agent.prompt == "full":
         check_own_template(config, config.first_policy, tokenizer)

@@ -1,7 +1,7 @@
-"""The agents by name: our own, those of other packages by entry point `flowtrain.agents`, and those
-of users' files, `agent.name = "my_agent.py:MyAgent"`.
+"""The registry of agents: built-in ones, entry points `flowtrain.agents` of other packages, and
+classes in user files, `agent.name = "my_agent.py:MyAgent"`.
 
-Each name stands for a class, or another callable, that makes the agent from an `AgentContext`;
+Each name stands for a class or another callable that makes an agent from an `AgentContext`;
 docs/agents/custom.md shows one from end to end.
 """
 
@@ -32,31 +32,31 @@ BUILT_IN = plugins.built_in(
 
 
 def _any(config: Config, tokenizer: ChatTokenizer) -> None:
-    """Take every config and tokenizer."""
+    """Accept every config and tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentKind:
-    """A kind of agent: how one is made, and what its rollouts can do besides running through.
+    """A kind of agent: its constructor, and the abilities of its rollouts.
 
-    A class that makes agents has these as attributes; what it lacks, it cannot do.
+    The class of an agent declares these fields as attributes; a missing attribute means a missing
+    ability.
     """
 
     make: Callable[[AgentContext], Agent]
     can_branch: bool = False
-    """A rollout can begin within another one (`start`), as APPO's do."""
+    """A rollout can start within another one (`start`), as APPO requires."""
     takes_hints: bool = False
-    """It hands hints to stuck rollouts, as InfoFlow does."""
+    """The agent passes hints to stuck rollouts, as InfoFlow requires."""
     trains: tuple[PolicyName, ...] | None = None
-    """The policies that it samples from. (): one, whatever the config calls it; None: those that
-    the config names."""
+    """Policies that the agent samples from. (): one, of any name; None: all of the config's."""
     check: Callable[[Config, ChatTokenizer], None] = _any
-    """Raises UserError, before any engine starts, for a config or a tokenizer of the planner that
-    it cannot work with."""
+    """Raises UserError, before any engine starts, for a config or a planner's tokenizer that does
+    not suit the agent."""
 
     @classmethod
     def of(cls, make: Callable[[AgentContext], Agent]) -> AgentKind:
-        """Read what the agents of a class can do off its attributes."""
+        """Return the kind that the attributes of a class declare."""
         return cls(
             make,
             can_branch=getattr(make, "can_branch", False),
@@ -67,23 +67,23 @@ class AgentKind:
 
 
 def load_kind(config: Config) -> AgentKind:
-    """Load what `agent.name` names.
+    """Return the kind of agent that `agent.name` selects.
 
-    Raises UserError for an unknown name, for code that cannot be imported, and for a policy that
-    the agent does not sample from.
+    Raises UserError for an unknown name, for code that fails to import, and for a policy that the
+    agent does not sample from.
     """
     name = config.agent.name
     kind = _load(name)
     names = config.policy_names
     if kind.trains == () and len(names) > 1:
         raise UserError(
-            f"policies.{names[1]} does not go with agent.name={name!r}, which samples from "
+            f"policies.{names[1]} cannot be combined with agent.name={name!r}, which samples from "
             f"{names[0]} alone"
         )
     if kind.trains and (untrained := [policy for policy in names if policy not in kind.trains]):
         raise UserError(
-            f"policies.{untrained[0]} does not go with agent.name={name!r}, which samples from "
-            f"{' and '.join(kind.trains)} alone"
+            f"policies.{untrained[0]} cannot be combined with agent.name={name!r}, which samples "
+            f"from {' and '.join(kind.trains)} alone"
         )
     maker = load_maker(config)
     if maker is not None and not getattr(maker, "can_repeat", False):
@@ -97,5 +97,5 @@ def _load(name: str) -> AgentKind:
     if isinstance(maker, AgentKind):
         return maker
     if not callable(maker):
-        raise UserError(f"{origin} is a {type(maker).__name__}, not a class that makes agents")
+        raise UserError(f"{origin} is a {type(maker).__name__}, not an agent class")
     return AgentKind.of(maker)

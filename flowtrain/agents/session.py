@@ -1,9 +1,9 @@
-"""One rollout under way, and the base class of agents that are written as a plain program.
+"""The session of a rollout, and the base class of agents written as a plain program.
 
 A program samples from the session's policies and uses its tools; the session records each call as a
-turn, keeps the limits, and makes the trajectory. A branch runs the program again: the calls and the
-tool results before its point are its parent's, so that only a program that asks the same again can
-branch. AgentFlow's flow does without a session, because its modules share an explicit memory.
+turn, enforces the limits and builds the trajectory. A branch runs the program again and replays its
+parent's calls and tool results up to the branch point, so only a program that repeats its requests
+can branch. AgentFlow's flow uses no session, because its modules share an explicit memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from flowtrain.utils.text import encodable, final_answer
 
 _MAX_ERROR = 300
 _GRACE_S = 5.0
-"""Seconds after the rollout's deadline in which a program may notice it and answer."""
+"""Seconds after the rollout's deadline in which a program may still answer."""
 _ToolRequest = tuple[str, Mapping[str, object], str]
 """Name, arguments and id of a tool call."""
 
@@ -56,12 +56,12 @@ class RolloutEnded(Exception):
 
 
 class Session:
-    """One rollout in progress, for the coroutines of one event loop.
+    """The state of a running rollout, for the coroutines of one event loop.
 
-    `answer_so_far` is the answer if a limit ends the rollout. `engine_error` holds the permanent
+    `answer_so_far` becomes the answer if a limit ends the rollout. `engine_error` holds a permanent
     failure of the policy's engine, which ends the run. `repeats_tools` makes a branch call its
-    parent's tools again, because their state belongs to the rollout. `must_report` fails a rollout
-    that ends without a `report`, because no rule of the task can score it.
+    parent's tools again, for tools with state of their own per rollout. `must_report` fails a
+    rollout that ends without a `report`, for tasks that no rule can score.
     """
 
     def __init__(
@@ -97,21 +97,21 @@ class Session:
 
     @property
     def policy(self) -> Policy:
-        """Return the run's first policy; most agents have no other."""
+        """Return the run's first policy, the only one of most agents."""
         return next(iter(self.policies.values()))
 
     def policy_of(self, name: PolicyName = "") -> Policy:
-        """Return a policy by its name, "" for the first. Raises UserError for an unknown one."""
+        """Return a policy by name; "" is the first. Raises UserError for an unknown name."""
         if not name:
             return self.policy
         if name not in self.policies:
             names = ", ".join(self.policies)
-            raise UserError(f"this run has no policy {name!r}; [policies] names {names}")
+            raise UserError(f"this run has no policy {name!r}; [policies] defines {names}")
         return self.policies[name]
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """Return the turns so far, in the order of their requests."""
+        """Return the turns so far, in request order."""
         return tuple(self._turns[number] for number in sorted(self._turns))
 
     @property
@@ -123,7 +123,7 @@ class Session:
         return self._turn_rewards
 
     def left_s(self) -> float:
-        """Return the seconds that the rollout has left."""
+        """Return the remaining time of the rollout in seconds."""
         return self._deadline.left_s()
 
     async def sample(
@@ -134,11 +134,11 @@ class Session:
         max_new_tokens: int | None = None,
         stop_strings: tuple[str, ...] = (),
     ) -> Call:
-        """Sample a response from `policy` ("": the first) and record it as a turn. The other
-        arguments are passed to `Policy.sample`.
+        """Sample a response from `policy` ("": the first), record it as a turn and return the call.
+        `Policy.sample` documents the other arguments.
 
-        Raises RolloutEnded when the turns, the time or the model's positions are used up. A call
-        that fails or is cancelled leaves no turn.
+        Raises RolloutEnded when the rollout has no turns, time or model positions left. A failed or
+        cancelled call records no turn.
         """
         target = self.policy_of(policy)
         name = policy or next(iter(self.policies))
@@ -185,9 +185,7 @@ class Session:
         return self._record(number, Turn({name: call}, None, Verdict.CONTINUE, took_s, took_s))
 
     def _next_call(self) -> int:
-        """Return the number of the next response, from 0. Raises RolloutEnded when the turns or the
-        time are used up.
-        """
+        """Return the next response's number, from 0. Raises RolloutEnded without turns or time."""
         # Responses under way count, or calls side by side would exceed the limit.
         if len(self._turns) + self._num_waiting >= self._max_turns:
             raise RolloutEnded("turns")
@@ -199,17 +197,19 @@ class Session:
     async def use_tool(
         self, call: Call, name: str, arguments: Mapping[str, object], id: str = ""
     ) -> ToolResult:
-        """Run one tool, as `use_tools` does."""
+        """Run one tool and return its result; see `use_tools`."""
         (result,) = await self.use_tools(call, [(name, arguments, id)])
         return result
 
     async def use_tools(self, call: Call, wanted: Sequence[_ToolRequest]) -> list[ToolResult]:
-        """Run what a response asked for at once, and record it in the turn of that response.
+        """Run the tool calls of a response concurrently, record them in its turn and return the
+        results in order.
 
-        An unknown tool, wrong arguments and a failure are results, for the policy to read.
+        An unknown tool, wrong arguments and failures become results with an error, which the policy
+        can read.
 
         Args:
-            wanted: name, arguments and id of each, in the response's order.
+            wanted: name, arguments and id of each call, in the order of the response.
         """
         if self._is_again(call):  # a turn before the branch point, whose results are the parent's
             results = _replay_results(self._turn(call), wanted)
@@ -228,7 +228,7 @@ class Session:
         return results
 
     def record_tool(self, call: Call, used: ToolCall) -> None:
-        """Record a tool that ran elsewhere in the turn of the response that asked for it."""
+        """Record a tool call that ran outside the session, in the turn that requested it."""
         if self._is_again(call):
             return
         earlier_calls = self._turn(call).tool_calls
@@ -237,11 +237,11 @@ class Session:
         self._amend(call, tool_calls=(*earlier_calls, used))
 
     def record_malformed(self, call: Call, problem: str) -> None:
-        """Record why a response could not be read, which counts as a malformed action."""
+        """Record the reason why a response cannot be parsed; the turn counts as malformed."""
         self._amend(call, problem=problem)
 
     def hint(self) -> str:
-        """Return a hint for a stuck rollout; "" for any other rollout, and after one hint."""
+        """Return a hint if the rollout is stuck, at most once; otherwise ""."""
         if self._hints is None or self.hint_turn is not None:
             return ""
         turns = self.turns
@@ -250,11 +250,11 @@ class Session:
         return hint
 
     def report(self, /, **parts: float) -> None:
-        """Report parts of the reward, if the program knows it."""
+        """Report named parts of the reward, for programs that compute it themselves."""
         self._reported |= parts
 
     def report_turns(self, rewards: Sequence[float]) -> None:
-        """Report a reward per turn, in addition to the parts of `report`."""
+        """Report one reward per turn, in addition to the parts of `report`."""
         self._turn_rewards = tuple(rewards)
 
     def _record(self, number: int, turn: Turn) -> Call:
@@ -267,7 +267,7 @@ class Session:
         return self._turns[self._places[id(call)]]
 
     def _is_again(self, call: Call) -> bool:
-        """Return whether the turn is the parent's, with all that belongs to it."""
+        """Return whether the turn, with its tool calls, is copied from the parent."""
         return self._start is not None and self._places[id(call)] < self._start.point.turn
 
     def _amend(self, call: Call, **fields: Any) -> None:
@@ -280,7 +280,9 @@ class Session:
         """Call tools as the parent did."""
         new_results = await self._run_tools(requests)
         if [result.text for result in new_results] != [result.text for result in results]:
-            raise ValueError("it cannot branch: a tool gave another result than to its parent")
+            raise ValueError(
+                "it cannot branch: a tool returned a different result than for its parent"
+            )
 
     async def _run_tool(self, name: str, arguments: Mapping[str, object]) -> ToolResult:
         tool = self.tools.get(name)
@@ -294,9 +296,10 @@ class Session:
 
 
 class SessionAgent(ABC):
-    """An agent that is written as a program: `answer` samples, and returns the final answer.
+    """Base class of agents written as programs, which override `answer`.
 
-    See `Agent`. Subclasses say by `can_branch` and the like what else they can do (`AgentKind`).
+    Implements `Agent`. Subclasses declare further abilities by class attributes such as
+    `can_branch`; see `AgentKind`.
     """
 
     hints: Hints | None = None
@@ -309,7 +312,7 @@ class SessionAgent(ABC):
 
     @abstractmethod
     async def answer(self, session: Session) -> str:
-        """Roll out `session.task` and return its final answer."""
+        """Answer `session.task` and return the final answer, which is then scored."""
 
     async def run(
         self, task: Task, seed: int, cutoff: Cutoff | None = None, start: BranchStart | None = None
@@ -368,28 +371,30 @@ class SessionAgent(ABC):
         return agent
 
     def close(self) -> None:  # noqa: B027  # most agents hold nothing
-        """Free what the agent holds."""
+        """Release the agent's resources."""
 
 
 def _replay(turn: Turn, policy: PolicyName, prompt_ids: tuple[int, ...]) -> Turn:
-    """Return the parent's turn, where the program asks the same as it did then."""
+    """Return the parent's turn, checking that the program repeats the request."""
     if turn.policy != policy or turn.call.prompt_ids != prompt_ids:
-        raise ValueError("it cannot branch: the same task and seed gave another prompt")
+        raise ValueError("it cannot branch: the same task and seed led to a different prompt")
     return turn
 
 
 def _replay_results(turn: Turn, requests: Sequence[_ToolRequest]) -> list[ToolResult]:
     names = [name for name, _, _ in requests]
     if [call.name for call in turn.tool_calls] != names:
-        raise ValueError(f"it cannot branch: it asks for the tools {names}, and its parent did not")
+        raise ValueError(
+            f"it cannot branch: it asks for the tools {names}, which its parent did not"
+        )
     return [call.result for call in turn.tool_calls]
 
 
 def _with_stop(turns: tuple[Turn, ...], is_done: bool) -> tuple[Turn, ...]:
-    """Let the last turn say STOP, where the agent and no limit ended the rollout."""
+    """Set the verdict of the last turn to STOP if the agent, not a limit, ended the rollout."""
     return (*turns[:-1], replace(turns[-1], verdict=Verdict.STOP)) if turns and is_done else turns
 
 
 def _truncation(turns: tuple[Turn, ...]) -> str:
-    """Return "time" where the last response had no time to end."""
+    """Return "time" if the deadline cut the last response off."""
     return "time" if turns and turns[-1].call.finish_reason is FinishReason.DEADLINE else ""

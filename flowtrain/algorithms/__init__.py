@@ -1,4 +1,4 @@
-"""One object per algorithm: the only place that knows what training by it needs."""
+"""The algorithms: each is one object that defines everything specific to training with it."""
 
 from flowtrain.algorithms.base import Algorithm, Branches
 from flowtrain.algorithms.registry import load_algorithm

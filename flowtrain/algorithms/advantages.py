@@ -1,4 +1,4 @@
-"""Parts that algorithms share: from rewards to advantages, from calls to samples."""
+"""Shared parts of algorithms: from rewards to advantages, from calls to samples."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from flowtrain.trainer.distributed import World
 
 EPS = 1e-6
-"""Added to a standard deviation before it divides."""
+"""Added to a standard deviation before the division."""
 Mode = Literal["paper", "released"]
-"""The averages of AgentFlow's objective: as the paper says, or as its code does."""
+"""The averages of AgentFlow's objective: as in the paper, or as in its released code."""
 Average = Literal["rollout", "token", "constant"]
 """The items that an objective is a mean over. rollout: rollouts of a group, then turns, then tokens
 (GRPO). token: all tokens of an update (DAPO). constant: rollouts, of the sum over their tokens
@@ -35,7 +35,8 @@ divided by a constant C (Dr.GRPO)."""
 Credit = float | Sequence[float]
 """The advantage of a turn: one number, or one per token of its response."""
 Credits = Sequence[Sequence[Credit] | None]
-"""Credits of the turns of each rollout of a group that did not fail; None: it is not trained."""
+"""Credits of the turns of each finished rollout of a group; None excludes the rollout from
+training."""
 
 
 def reward_of(trajectory: Trajectory) -> float:
@@ -45,7 +46,7 @@ def reward_of(trajectory: Trajectory) -> float:
 
 
 def are_equal(rewards: Sequence[float]) -> bool:
-    """Tell whether there is no other reward than the first; NaN equals nothing."""
+    """Return whether all rewards are equal; NaN equals nothing."""
     return all(reward == rewards[0] for reward in rewards)
 
 
@@ -76,24 +77,24 @@ def make_batch(
     most_tokens: int = 1,
     leaves_out: Callable[[Trajectory], bool] = lambda trajectory: False,
 ) -> TrainBatch:
-    """Turn scored groups into samples with advantages and loss weights.
+    """Return scored groups as a batch of samples with advantages and loss weights.
 
     Args:
-        groups: this rank's groups, every trajectory with a reward but those that failed.
+        groups: this rank's groups; every trajectory that did not fail has a reward.
         credit: gives the advantages of a group.
         average: what the objective is a mean over.
-        drops_equals: leave groups out whose rollouts and turns earned the same, or whose advantages
-            are all 0: the size of a step does not depend on them.
-        num_minibatches: optimizer steps per batch; a group belongs to one, decided by its index
-            alone, so it is the same for any number of ranks.
+        drops_equals: drop groups without a signal (equal rewards of all rollouts and turns, or all
+            advantages 0), so that they do not affect the size of a step.
+        num_minibatches: optimizer steps per batch. The index of a group alone decides its
+            mini-batch, so the assignment does not depend on the number of ranks.
         num_groups: groups in the batch over all ranks; by default `len(groups)`.
-        policy: whose calls are trained, one per turn at most.
+        policy: the policy to train, with at most one call per turn.
         most_tokens: C, which average "constant" divides by.
-        leaves_out: tells which finished rollouts count in the statistics of their group, but are
-            not trained.
+        leaves_out: returns whether a finished rollout is excluded from training but still counts in
+            the statistics of its group.
 
-    A reward that is not finite spoils the advantages of its group. The weights are not divided by
-    the size of the batch: the trainer divides by their sum over all ranks, or by that of
+    A non-finite reward makes all advantages of its group non-finite. The weights are not divided by
+    the size of the batch, because the trainer divides by their sum over all ranks, or by the sum of
     `Sample.divisor`.
     """
     num_groups = len(groups) if num_groups is None else num_groups
@@ -188,7 +189,7 @@ def _weight(
 
 
 def _has_signal(group: Group, credits: Credits) -> bool:
-    """Tell whether rollouts or turns differ in what they earned, and any advantage is not 0."""
+    """Return whether the rewards of rollouts or turns differ and any advantage is not 0."""
     if len({(rollout.reward, rollout.turn_rewards) for rollout in group.finished}) < 2:
         return False
     all_credits = [credit for turn_credits in credits for credit in turn_credits or ()]

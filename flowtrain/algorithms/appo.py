@@ -1,11 +1,12 @@
-"""APPO (arXiv 2606.12384): branch where a choice mattered, and credit the choices that led to the
+"""APPO (arXiv 2606.12384): branch at decisive tokens, and credit the choices that led to the
 branch.
 
-Of the M rollouts of a question N are roots; the others leave a root in the middle of a response
-(`algorithms/branching.py` picks where, `Flow.run` rewinds). Only roots are trained. A token of a
-root has two advantages: that of its rollout among the roots, and the mean of those of the branches
-that share it, among the branches (dual groups, eq. 6). The future-aware factor of eqs. 7 and 8 is
-part of the loss (`flowkernels.future_aware`), because it depends on the current policy.
+Of the M rollouts per question N are roots; the others branch off a root in the middle of a response
+(`algorithms/branching.py` chooses the token, `Flow.run` rewinds). Only roots are trained. A token
+of a root has two advantages: the advantage of its rollout among the roots, and the mean advantage,
+among the branches, of the branches that share the token (dual groups, eq. 6). The future-aware
+factor of eqs. 7 and 8 is part of the loss (`flowkernels.future_aware`), because it depends on the
+current policy.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Appo(Algorithm):
 
     @property
     def branches_against_reference(self) -> bool:
-        """Tell whether branching asks how far the policy is from where training started."""
+        """Return whether branch scores compare the policy with the initial policy."""
         return (self.config.appo.rule, self.config.appo.omega) == ("score", "reference")
 
     @property
@@ -90,8 +91,8 @@ class Appo(Algorithm):
         return _dual(group, is_one_group=self.config.appo.advantage_groups == "single")
 
     def token_loss(self, spec: LossSpec) -> LossSpec | TokenLossFn:
-        """Multiply the advantages by the future-aware factor (eqs. 7 and 8), where a row of turns
-        is enough to know it.
+        """Return the loss with future-aware advantages (eqs. 7 and 8), if a row of turns suffices
+        to compute the factor.
         """
         from flowkernels import future_aware
 
@@ -100,8 +101,8 @@ class Appo(Algorithm):
         return future_aware(spec, self._future_ratio())
 
     def minibatch_factor(self) -> MinibatchFactor | None:
-        """Take the future-aware factor over whole rollouts, and sequences that the dual clip bounds
-        out of the mean, where either is asked for.
+        """Return the future-aware factor over whole rollouts, or the one that removes dual-clipped
+        sequences from the mean, if the options request either.
         """
         from flowkernels import future_factor
 
@@ -144,12 +145,12 @@ class Appo(Algorithm):
         if appo.num_roots >= rollout.group_size:
             raise UserError(
                 f"appo.num_roots={appo.num_roots} must be below "
-                f"rollout.group_size={rollout.group_size}, which counts branches too"
+                f"rollout.group_size={rollout.group_size}, which includes the branches"
             )
         if rollout.num_engine_ranks:
             raise UserError(
                 f"rollout.num_engine_ranks={rollout.num_engine_ranks} must be 0 with "
-                "algorithm.name = 'appo': samplers score"
+                "algorithm.name = 'appo', whose sampling ranks also score"
             )
         if appo.future_low > appo.future_high:
             raise UserError(
@@ -158,18 +159,18 @@ class Appo(Algorithm):
             )
         if appo.future_scope == "rollout" and config.train.minibatch_size:
             raise UserError(
-                f"train.minibatch_size={config.train.minibatch_size} deals the turns of a rollout "
-                "out to several updates, over which appo.future_scope='rollout' cannot look; set "
-                "train.num_minibatches, which deals out questions"
+                f"train.minibatch_size={config.train.minibatch_size} splits the turns of a "
+                "rollout over several updates, which appo.future_scope='rollout' cannot span; set "
+                "train.num_minibatches, which splits by question"
             )
         if config.algorithm.loss == "gspo" and appo.future_coef:
             raise UserError(
-                "algorithm.loss='gspo' has no ratio of a token; appo.future_coef must be 0 with it"
+                "algorithm.loss='gspo' has no ratio per token; set appo.future_coef = 0"
             )
 
     def check_nodes(self) -> None:
-        """Check what a node divides: its sampler's log-probs by another policy's, or the reverse.
-        Both must be of the same distribution.
+        """Raise UserError if the log-probs that a node divides, the sampler's and another policy's,
+        do not belong to the same kind of distribution.
         """
         config, rollout = self.config, self.config.rollout
         if config.appo.rule != "score":
@@ -177,22 +178,22 @@ class Appo(Algorithm):
         for key, neutral in (("top_k", 0), ("top_p", 1.0)):
             if (value := getattr(rollout, key)) != neutral:
                 raise UserError(
-                    f"rollout.{key}={value} changes what the sampler's log-probs are of, so nodes "
-                    f"cannot compare them with appo.rule='score'; set {neutral}, or another rule"
+                    f"rollout.{key}={value} changes the sampler's distribution, so nodes cannot "
+                    f"use its log-probs with appo.rule='score'; set {neutral}, or another rule"
                 )
         scorer = config.appo.scorer
         if scorer and (scorer not in config.engines or config.engines[scorer].kind != "openai"):
             endpoints = [name for name, chat in config.engines.items() if chat.kind == "openai"]
             raise UserError(
-                f"appo.scorer={scorer!r} must be an endpoint of [engines] (it has {endpoints}), or "
-                "empty: then a node scores by a copy of model.path"
+                f"appo.scorer={scorer!r} must be an endpoint of [engines] (it has {endpoints}), "
+                "or empty, so that each node scores with a copy of model.path"
             )
         is_vllm = rollout.engine == "vllm"
         asks_vllm = scorer if config.appo.omega == "reference" else is_vllm
         if asks_vllm and rollout.temperature != 1.0:
             raise UserError(
-                f"rollout.temperature={rollout.temperature} must be 1 where vLLM tells the "
-                f"log-probs of appo.omega={config.appo.omega!r}, which it does at 1 alone"
+                f"rollout.temperature={rollout.temperature} must be 1, because vLLM provides the "
+                f"log-probs of appo.omega={config.appo.omega!r} at temperature 1 only"
             )
 
     def check_agent(self, kind: AgentKind) -> None:
@@ -213,14 +214,14 @@ class Appo(Algorithm):
     def check_inputs(self, tasks: TaskSet, tools: Mapping[str, Tool]) -> None:
         if stuck := [name for name, tool in tools.items() if tool.card.is_stateful]:
             raise UserError(
-                f"algorithm.name='appo' rewinds rollouts; {stuck[0]!r} of agent.tools has a state "
+                f"algorithm.name='appo' rewinds rollouts; {stuck[0]!r} of agent.tools is stateful "
                 "and cannot be rewound (docs/tools.md)"
             )
 
 
 def _dual(group: Group, *, is_one_group: bool) -> Credits:
-    """Compute the advantages of the roots' tokens: that of the root, and the mean of those of the
-    branches that left it later; branches are not trained.
+    """Return the advantages of the roots' tokens: the root's own plus the mean advantage of the
+    branches that leave later; branches are not trained.
 
     `is_one_group`: normalise the rewards of roots and branches together.
     """
@@ -248,8 +249,8 @@ def _dual(group: Group, *, is_one_group: bool) -> Credits:
 def _of_turn(
     turn: int, num_tokens: int, advantage: float, branches: Sequence[tuple[int, int, float]]
 ) -> list[float]:
-    """Return the advantages of a turn's tokens. `branches`: turn, token and advantage of those that
-    left the rollout; the tokens before are theirs too.
+    """Return the advantages of a turn's tokens. `branches`: turn, token and advantage of each
+    branch of the rollout, which shares the tokens before.
     """
     # A branch that left in a later turn shares all tokens of this one.
     shared = [(num_tokens if at > turn else token, a) for at, token, a in branches if at >= turn]

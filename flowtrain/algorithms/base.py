@@ -1,9 +1,9 @@
-"""The algorithm of a run: the one object that knows what training by it needs.
+"""The algorithm of a run: one object that defines everything specific to training with it.
 
-The loop asks it in the order of a step: how many rollouts of a question begin with it
-(`num_roots`), which hints they may read (`hints`), where rollouts branch (`branch`), what is
-trained (`advantages`, for most by `credit`), and under which loss (`loss_spec`, `token_loss`). A
-new algorithm is a subclass that says where it differs: `algorithm.name = "mine.py:Mine"`.
+A step calls its methods in this order: the number of rollouts that start from the question
+(`num_roots`), the hints for them (`hints`), the branch points (`branch`), the training samples
+(`advantages`, usually by `credit`) and the loss (`loss_spec`, `token_loss`). A new algorithm is a
+subclass that overrides the methods in which it differs: `algorithm.name = "mine.py:Mine"`.
 """
 
 from __future__ import annotations
@@ -62,36 +62,38 @@ class Branches(NamedTuple):
     """The branch points of a step."""
 
     points: Sequence[Sequence[BranchPoint]]
-    """Points of each group, at most as many as it lacks rollouts."""
+    """Branch points of each group, at most one per missing rollout."""
     logprobs: Mapping[SampleId, Scored]
-    """Log-probs that the search has computed, of turns that will be trained."""
+    """Log-probs of trained turns that the search for branch points has computed."""
 
 
 class NodeSampler(NamedTuple):
-    """The means of a rollout node to choose branch points with, beside the rollouts themselves."""
+    """The resources of a rollout node for choosing branch points."""
 
     tokenizer: PreTrainedTokenizerFast
     vocab_size: int
-    """Ids that the model knows."""
+    """Number of token ids of the model."""
     engine: Engine
-    """The policy's, with the newest weights of the node."""
+    """The engine of the policy, with the newest weights of the node."""
     reference: Scorer | None
-    """The policy that training started from, where `Algorithm.needs_node_reference`."""
+    """The initial policy of the training, if `Algorithm.needs_node_reference`."""
 
 
 class Algorithm:
-    """The interface of an algorithm; subclasses have a `credit`, and override what differs."""
+    """The interface of an algorithm. Subclasses implement `credit` and override other methods as
+    needed.
+    """
 
     options_type: ClassVar[type[Section]] = Section
-    """Options of its own, those of [plugins.NAME]; by default there are none."""
+    """The algorithm's own options, read from [plugins.NAME]; by default none."""
 
     whitens: ClassVar[bool] = False
-    """Advantages are normalised over all tokens of the batch."""
+    """Whether advantages are normalised over all tokens of the batch."""
 
     def __init__(self, config: Config) -> None:
-        """Check the config, and fill in the options of `defaults` that it leaves unset.
+        """Check the config, and set unset options to `defaults`.
 
-        Raises UserError for options that the algorithm does not have or cannot work with.
+        Raises UserError for unknown or unsuitable options.
         """
         chosen = config.algorithm
         self.options = self._options(config)
@@ -113,34 +115,32 @@ class Algorithm:
         return self.config.algorithm.name
 
     def with_config(self, config: Config) -> Self:
-        """Return the algorithm under another config of the run, with its own options as here."""
+        """Return the algorithm for another config of the run, with the same options of its own."""
         copied = copy.copy(self)
         copied.config = config
         return copied
 
     @property
     def average(self) -> Average:
-        """Say what the objective is a mean over."""
+        """Return the kind of mean that the objective takes."""
         return "rollout"
 
     def credit(self, rewards: Sequence[float]) -> Sequence[float]:
-        """Return the advantages of the rollouts of a group that did not fail, given their
-        rewards.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no credit of its own")
+        """Return the advantages of a group's finished rollouts, given their rewards."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement credit")
 
     def token_credit(self, group: Group) -> Credits:
-        """Return the advantages of each turn of each rollout of a group that did not fail: one
-        number for a turn, or one per token of its response; None for a rollout that is not trained.
-        By default all have their rollout's, or with `algorithm.turn_credit` of "to_go" that of what
-        is left to earn.
+        """Return the advantages of every turn of a group's finished rollouts: one number per turn,
+        or one per token of its response; None for a rollout to exclude from training. By default
+        every turn gets the advantage of its rollout or, with `algorithm.turn_credit = "to_go"`, the
+        advantage of the reward still to come.
         """
         if self.config.algorithm.turn_credit == "to_go":
             return rewards_to_go(group, self.credit)
         return broadcast(group, self.credit([reward_of(rollout) for rollout in group.finished]))
 
     def advantages(self, groups: Sequence[Group]) -> TrainBatch:
-        """Turn this rank's scored groups of a step into samples with advantages and weights."""
+        """Return a step's scored groups of this rank as samples with advantages and weights."""
         options, rollout = self.config.algorithm, self.config.rollout
         if options.overlong_buffer:
             groups = [self._punished(group) for group in groups]
@@ -157,27 +157,31 @@ class Algorithm:
         )
 
     def observe(self, groups: Sequence[Group], world: World) -> None:
-        """Learn from the rewards of a step once its advantages are known; collective."""
+        """Update the algorithm's state from the rewards of a step, after its advantages are
+        computed; collective.
+        """
 
     def state(self) -> str:
-        """Return what a checkpoint keeps of what was observed; "": nothing."""
+        """Return the algorithm's state for a checkpoint; "" if stateless."""
         return ""
 
     def restore(self, state: str) -> None:
-        """Go on from what a checkpoint has kept."""
+        """Restore the algorithm's state from a checkpoint."""
 
     @property
     def _drops_equals(self) -> bool:
         return self.config.algorithm.equal_groups == "drop"
 
     def _is_overlong(self, trajectory: Trajectory) -> bool:
-        """Tell whether a rollout ran into a limit of tokens."""
+        """Return whether a rollout ran into a limit of tokens."""
         calls = (turn.calls.get(self.config.train.policy) for turn in trajectory.turns)
         reasons = [call.finish_reason for call in calls if call is not None]
         return trajectory.truncated == "prompt" or FinishReason.LENGTH in reasons
 
     def _punished(self, group: Group) -> Group:
-        """Take off the rewards what DAPO's eq. 13 takes for the longest response of a rollout."""
+        """Return the rewards less DAPO's length penalty (eq. 13) for the longest response of each
+        rollout.
+        """
         limit, policy = self.config.rollout.max_new_tokens, self.config.train.policy
         buffer = self.config.algorithm.overlong_buffer
 
@@ -193,33 +197,31 @@ class Algorithm:
 
     @property
     def num_roots(self) -> int:
-        """Number of rollouts of a question that begin with it; branches fill up the group."""
+        """Number of rollouts that start from the question; branches fill the rest of the group."""
         return self.config.rollout.group_size
 
     @property
     def needs_reference(self) -> bool:
-        """Tell whether training keeps a frozen copy of the policy that it started from."""
+        """Return whether training keeps a frozen copy of the initial policy."""
         return self.config.algorithm.kl_coef > 0
 
     @property
     def records_entropies(self) -> bool:
-        """Tell whether engines record the entropy of every sampled token."""
+        """Return whether engines record the entropy of every sampled token."""
         return False
 
     @property
     def has_old_logprobs(self) -> bool:
-        """Tell whether `branch` returns the trainer's own log-probs of all that will be trained."""
+        """Return whether `branch` returns the trainer's log-probs of all trained turns."""
         return False
 
     @property
     def has_ref_logprobs(self) -> bool:
-        """Tell whether `branch` returns the reference policy's log-probs of all that will be
-        trained.
-        """
+        """Return whether `branch` returns the reference policy's log-probs of all trained turns."""
         return False
 
     def hints(self, step: int) -> Hints | None:
-        """Return the rule by which rollouts of `step` get hints; None: they get none."""
+        """Return the rule that gives hints to rollouts of `step`; None: no hints."""
         return None
 
     def branch(
@@ -229,26 +231,26 @@ class Algorithm:
         trainer: Trainer | None,
         tokenizer: PreTrainedTokenizerFast,
     ) -> Branches:
-        """Choose where rollouts of a step branch; by default nowhere. Collective.
+        """Return the branch points of a step's rollouts; by default none. Collective.
 
         Args:
             groups: this rank's groups, of `num_roots` rollouts each.
-            trainer: scores tokens under the policy of now; None on a rank that only samples.
-            tokenizer: of the policy.
+            trainer: scores tokens under the current policy; None on a rank that only samples.
+            tokenizer: the policy's tokenizer.
         """
         return Branches([[] for _ in groups], {})
 
     @property
     def needs_node_reference(self) -> bool:
-        """Tell whether rollout nodes score by the policy that training started from."""
+        """Return whether rollout nodes need the initial policy for scoring."""
         return False
 
     async def node_points(self, roots: Group, seed: int, sampler: NodeSampler) -> list[BranchPoint]:
-        """Choose where rollouts of a work item branch on a rollout node; by default nowhere."""
+        """Return the branch points of a work item's rollouts on a rollout node; by default none."""
         return []
 
     def loss_spec(self) -> LossSpec:
-        """Build the token loss that `[algorithm]` describes."""
+        """Return the token loss that `[algorithm]` describes."""
         from flowkernels import LossSpec
 
         options = self.config.algorithm
@@ -266,36 +268,36 @@ class Algorithm:
         )
 
     def token_loss(self, spec: LossSpec) -> LossSpec | TokenLossFn:
-        """Return the loss of a mini-batch, whose clips M2PO may have changed in `spec`."""
+        """Return the loss of a mini-batch; M2PO may have narrowed the clips in `spec`."""
         from flowkernels import by_autograd
 
         return spec if self.own_loss is None else by_autograd(self.own_loss)
 
     def minibatch_factor(self) -> MinibatchFactor | None:
-        """Return what advantages are multiplied by where it takes a look at a whole mini-batch,
-        which costs a forward pass; None: nothing does.
+        """Return the factor of the advantages that depends on a whole mini-batch, at the cost of
+        one forward pass; None: no such factor.
         """
         return None
 
     @property
     def reference_path(self) -> str:
-        """Return the folder of the model that is the reference; "": that which training starts
-        from.
-        """
+        """Return the folder of the reference model; "": the initial policy."""
         return ""
 
     def distill_spec(self) -> DistillSpec | None:
-        """Return how the policy learns from a teacher's distributions; None: from none."""
+        """Return the specification of the distillation from a teacher; None: no teacher whose
+        distributions the trainer compares.
+        """
         return None
 
     def for_teacher(
         self, batch: TrainBatch, groups: Sequence[Group], tokenizer: PreTrainedTokenizerFast
     ) -> TrainBatch:
-        """Return the samples of the groups with the prompts that a teacher reads."""
+        """Return the batch with the prompts for the teacher filled in."""
         return batch
 
     def defaults(self, chosen: Options) -> Values:
-        """Return what options of `[algorithm]` are that the config leaves unset."""
+        """Return the values of `[algorithm]` options that the config leaves unset."""
         if chosen.m2po is not None:
             clips = {"clip_low": 0.95, "clip_high": 20.0}
         else:
@@ -304,27 +306,28 @@ class Algorithm:
         return clips | mode_values | {"equal_groups": "keep"}
 
     def check(self) -> None:
-        """Raise UserError for a config that the algorithm cannot work with."""
+        """Raise UserError for a config that the algorithm does not support."""
         options, algorithm_type = self.config.algorithm, type(self)
         names = ("credit", "token_credit", "advantages")
         if all(getattr(algorithm_type, name) is getattr(Algorithm, name) for name in names):
-            raise UserError(f"algorithm.name={options.name!r} has no credit(rewards) of its own")
+            raise UserError(f"algorithm.name={options.name!r} does not implement credit(rewards)")
         if algorithm_type.advantages is not Algorithm.advantages:
             self._refuse_options_of_samples()
         if options.has_own_loss and algorithm_type.token_loss is not Algorithm.token_loss:
             raise UserError(
-                f"algorithm.loss={options.loss!r} does not go with algorithm.name="
-                f"{options.name!r}, which has factors of its own in the loss"
+                f"algorithm.loss={options.loss!r} cannot be combined with "
+                f"algorithm.name={options.name!r}, which defines its own factors in the loss"
             )
         if options.dynamic_sampling and self.config.dataflow.url:
             raise UserError(
-                f"algorithm.dynamic_sampling={options.dynamic_sampling} must be 0 with dataflow.url"
-                ": its rule mixed drops such groups, and nodes go on with other questions"
+                f"algorithm.dynamic_sampling={options.dynamic_sampling} must be 0 with "
+                "dataflow.url; set dataflow.group_filter = 'mixed', which drops such groups while "
+                "nodes continue with other questions"
             )
         if options.dynamic_sampling and not self._drops_equals:
             raise UserError(
-                f"algorithm.dynamic_sampling={options.dynamic_sampling} needs "
-                "algorithm.equal_groups = 'drop': others are asked in the place of such groups"
+                f"algorithm.dynamic_sampling={options.dynamic_sampling} requires "
+                "algorithm.equal_groups = 'drop', because other questions replace such groups"
             )
         if options.overlong_buffer > self.config.rollout.max_new_tokens:
             raise UserError(
@@ -334,8 +337,9 @@ class Algorithm:
         beside = self.config.trained_beside
         if beside and self.num_roots != self.config.rollout.group_size:
             raise UserError(
-                f"policies.{beside[0]}.trained=true does not go with algorithm.name="
-                f"{options.name!r}, whose branches leave at calls of one policy"
+                f"policies.{beside[0]}.trained=true cannot be combined with "
+                f"algorithm.name={options.name!r}, whose branches start in calls of a single "
+                "policy"
             )
         if self.config.dataflow.url:
             self.check_nodes()
@@ -345,18 +349,18 @@ class Algorithm:
         for key in ("overlong", "overlong_buffer", "dynamic_sampling", "turn_credit"):
             if (value := getattr(options, key)) not in ("train", 0, None, "rollout"):
                 raise UserError(
-                    f"algorithm.{key}={value!r} does not go with algorithm.name={options.name!r}, "
-                    "which makes its samples in a way of its own"
+                    f"algorithm.{key}={value!r} cannot be combined with "
+                    f"algorithm.name={options.name!r}, which builds its samples differently"
                 )
 
     def check_nodes(self) -> None:  # most algorithms have nothing to check
-        """Raise UserError where rollout nodes cannot make this algorithm's rollouts."""
+        """Raise UserError if rollout nodes cannot produce this algorithm's rollouts."""
 
     def check_agent(self, kind: AgentKind) -> None:
-        """Raise UserError for an agent whose rollouts the algorithm cannot do with."""
+        """Raise UserError for an agent whose rollouts the algorithm does not support."""
 
     def check_inputs(self, tasks: TaskSet, tools: Mapping[str, Tool]) -> None:
-        """Raise UserError for training tasks or tools that the algorithm cannot work with."""
+        """Raise UserError for training tasks or tools that the algorithm does not support."""
 
     def _options(self, config: Config) -> Any:
         name = config.algorithm.name
@@ -369,15 +373,15 @@ class Algorithm:
 
 
 def _own_loss(chosen: Options) -> Callable[[Tokens], Tensor] | None:
-    """Import a loss of the user's. Raises UserError for one that is not there, and for options that
-    only losses of ours have.
+    """Import and return a user's loss function. Raises UserError for a missing function, and for
+    options that only built-in losses have.
     """
     if not chosen.has_own_loss:
         return None
     origin = f"algorithm.loss={chosen.loss!r}"
     for key in ("tis", "mis", "entropy_coef"):
         if value := getattr(chosen, key):
-            raise UserError(f"algorithm.{key}={value} does not go with {origin}")
+            raise UserError(f"algorithm.{key}={value} cannot be combined with {origin}")
     name, loss = plugins.load_object(chosen.loss, origin)
     if not callable(loss):
         raise UserError(f"{origin}: {name!r} is a {type(loss).__name__}, not a function")

@@ -1,9 +1,9 @@
-"""Branch points: the tokens of finished rollouts at which another choice would have mattered most
-(APPO, arXiv 2606.12384, eqs. 3 to 5).
+"""Branch points: the tokens of finished rollouts at which another choice would have had the largest
+effect (APPO, arXiv 2606.12384, eqs. 3 to 5).
 
-One scoring pass over the roots gives exact entropies and log-probs of every generated token;
-`flowkernels.branching_score` turns them into scores. A rollout is one sequence here: its turns one
-after the other, without prompts and tool results. Places drawn at random are a control.
+A scoring pass over the roots computes exact entropies and log-probs of every generated token;
+`flowkernels.branching_score` turns them into scores. Each rollout is one sequence here: the
+responses of its turns, without prompts and tool results. Random branch points serve as a control.
 
 Suffixes: T generated tokens of all roots, S roots.
 """
@@ -33,14 +33,14 @@ from flowtrain.trainer.trainer import Trainer
 from flowtrain.utils.seeds import derive_seed, derive_uniform
 
 _ROUNDING = 1e-5
-"""Nats by which two ways to compute an fp32 log-prob may differ."""
+"""Largest difference in nats between two ways of computing an fp32 log-prob."""
 
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseScores:
-    """fp32 [T] each: what the policy says of generated tokens."""
+    """The policy's scores of generated tokens, fp32 [T] each."""
 
     logprob_T: Tensor
     entropy_T: Tensor
@@ -58,7 +58,7 @@ def branch(
     *,
     against_reference: bool,
 ) -> Branches:
-    """Score the roots of a step and choose where to branch from them; collective.
+    """Score the roots of a step and return the branch points; collective.
 
     `against_reference`: the future ratio divides by the reference policy, not by the sampler.
     """
@@ -87,12 +87,12 @@ def branch(
 async def node_points(
     config: Config, roots: Group, seed: int, sampler: NodeSampler
 ) -> list[BranchPoint]:
-    """Choose where to branch from the roots of one group.
+    """Return the branch points of the roots of one group.
 
-    A node has the rollouts of one question and no trainer. Entropies are those that the engine
-    recorded while it sampled. The rule "score" asks one more policy for its log-probs of the same
-    tokens: the node's newest weights, where the roots are older, or the policy that training
-    started from. Raises EngineError when a scorer does not answer.
+    A node has the rollouts of one question and no trainer. The engine records the entropies while
+    sampling. The rule "score" asks one more policy for its log-probs of the same tokens: the node's
+    newest weights, if the roots are older, or the initial policy. Raises EngineError if a scorer
+    does not answer.
     """
     options = config.appo
     samples, entropies = root_samples([roots], config.train.policy)
@@ -140,15 +140,15 @@ async def _score(scorer: Scorer, samples: Sequence[Sample], config: Config) -> t
 
 
 def without_rounding(logprob_T: Tensor, baseline_T: Tensor) -> Tensor:
-    """Return the log-probs with those that are equal but for rounding made equal, because the score
-    would make much of it.
+    """Return the log-probs with pairs that differ only by rounding made equal, because the score
+    would amplify the difference.
     """
     is_equal_T = (logprob_T - baseline_T).abs() < _ROUNDING
     return torch.where(is_equal_T, baseline_T, logprob_T)
 
 
 def stamped(points: Sequence[BranchPoint], scorer: str, version: int) -> list[BranchPoint]:
-    """Return the points with what scored them, `BranchPoint.scorer` and `version`."""
+    """Return the points with `BranchPoint.scorer` and `version` filled in."""
     return [replace(point, scorer=scorer, version=version) for point in points]
 
 
@@ -172,8 +172,8 @@ def score_samples(
 ) -> ResponseScores:
     """Score all response tokens under the policy, in the order of the samples; collective.
 
-    Where the sampler recorded `entropies`, its log-probs are taken for the policy's, which spares
-    the pass of the policy.
+    If the sampler recorded `entropies`, its log-probs stand in for the policy's, which saves the
+    policy's pass.
     """
     device = trainer.device
     sampler_T = fp32([x for sample in samples for x in sample.logprobs], device)
@@ -205,8 +205,8 @@ def fp32(values: Sequence[float], device: torch.device) -> Tensor:
 def known_logprobs(
     samples: Sequence[Sample], scores: ResponseScores, *, has_old: bool, has_ref: bool
 ) -> dict[SampleId, Scored]:
-    """Return what the loss need not compute again: the scores as old log-probs, the baseline's as
-    those of the reference policy.
+    """Return log-probs that the loss can reuse: the scores as old log-probs, the baseline's as the
+    reference policy's.
     """
     if not has_old and not has_ref:
         return {}
@@ -225,7 +225,9 @@ def known_logprobs(
 
 @functools.lru_cache(maxsize=1)  # decodes the whole vocabulary
 def blank_tokens(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> Tensor:
-    """Mark [V] bool ids of white space and punctuation, which are no decision, and without text."""
+    """Return bool [V], true for ids of white space, of punctuation or without text, which are no
+    decisions.
+    """
     texts = tokenizer.batch_decode([[index] for index in range(min(len(tokenizer), vocab_size))])
     blank = [not any(c.isalnum() for c in text) for text in texts]
     return torch.tensor(blank + [True] * (vocab_size - len(blank)), dtype=torch.bool)
@@ -245,7 +247,7 @@ def find_points(
     same points again; fewer without tokens.
 
     Args:
-        groups: the roots; nothing branches from one that failed.
+        groups: the roots; failed roots get no branches.
         scores: of the tokens of `root_samples(groups, policy)`.
         is_blank_V: [V] bool, token ids that are no decision (white space, punctuation).
     """
@@ -288,9 +290,10 @@ class Place(NamedTuple):
     """A token at which a rollout may branch; in order, the best place is the first."""
 
     is_spare: bool
-    """It is no candidate, and stands behind those of all roots."""
+    """The token is no candidate and ranks behind the candidates of all roots."""
     rank: int
-    """Among those of its root: every root's best comes first, then the second best."""
+    """Rank among the places of its root: the best places of all roots come first, then the second
+    best."""
     cost: float
     """The score with the sign turned."""
     root: int
@@ -326,7 +329,7 @@ def _root_calls(
 
 
 def _at_random(calls: Sequence[_RootCall], seed: int, device: torch.device) -> BranchingScore:
-    """Draw in place of scores: every token is as likely as any other, and a candidate."""
+    """Return random scores that make every token an equally likely candidate."""
     draws = [
         derive_uniform(seed, *sample_id, token)
         for _, sample_id, call in calls

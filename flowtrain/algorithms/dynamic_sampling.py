@@ -1,5 +1,5 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): questions whose rollouts all have one
-reward teach nothing, so others are asked in their place.
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): questions whose rollouts all have the
+same reward give no gradient, so other questions replace them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def joined(rollouts: Rollouts, next_rollouts: Rollouts, num_asked: int) -> Rollo
 
 
 def mixed_first(rollouts: Rollouts, world: World, policy: PolicyName) -> tuple[Rollouts, int]:
-    """Number the groups of all ranks anew: first those whose rewards differ for the policy, which
-    share the mini-batches evenly so. Return how many these are, too; collective.
+    """Return the groups of all ranks renumbered, with the number of mixed ones; collective. Groups
+    whose rewards differ for the policy come first, which spreads them evenly over the mini-batches.
     """
     flags = [[group.index, _has_one_reward(group.of_policy(policy))] for group in rollouts.groups]
     texts = world.gather_text(json.dumps(flags))

@@ -1,9 +1,9 @@
 """Flow-GRPO (AgentFlow, arXiv 2510.05592, section 3.2): one final reward, broadcast to every turn.
 
 Two modes. "paper": the advantage is normalised over the G trajectories (population std) and the
-objective averages over trajectories, then turns, then tokens. "released": what AgentFlow's code
-does: statistics over all turn samples of the question (std with N - 1), and a mean over all tokens
-of the mini-batch, so long answers and many-turn rollouts weigh more.
+objective averages over trajectories, then turns, then tokens. "released" follows AgentFlow's code:
+statistics over all turn samples of the question (std with N - 1), and a mean over all tokens of the
+mini-batch, so long answers and many-turn rollouts weigh more.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class FlowGrpo(Algorithm):
         options = self.config.algorithm
         if self.config.rollout.group_size == 1 and options.mode == "paper":
             raise UserError(
-                "rollout.group_size=1 compares a rollout with itself, so that every advantage is "
-                "0; it must be at least 2"
+                "rollout.group_size=1 makes every advantage 0, because a rollout is compared only "
+                "with itself; set at least 2"
             )
         if options.mode == "released" and options.turn_credit == "to_go":
             raise UserError(
-                "algorithm.turn_credit='to_go' does not go with algorithm.mode='released', whose "
-                "statistics are over turns of one reward"
+                "algorithm.turn_credit='to_go' cannot be combined with algorithm.mode='released', "
+                "whose statistics assume one reward for all turns"
             )
 
     @property

@@ -1,8 +1,8 @@
-"""InfoFlow (arXiv 2510.26575): reward what was found out on the way, so that groups without a right
-answer teach something too.
+"""InfoFlow (arXiv 2510.26575): reward intermediate findings, so that groups without a right answer
+give a gradient too.
 
 R = R_final + w * (weight of the solved sub-goals), w = 0.3, then Flow-GRPO's advantages of R.
-Rollouts that were given a hint have it easier, and are compared with all of their group.
+Rollouts with a hint have an easier task, yet are compared with their whole group.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Infoflow(FlowGrpo):
         return super().advantages([_rewarded(group, weight) for group in groups])
 
     def hints(self, step: int) -> Hints | None:
-        """Give fewer hints from step to step, and none after `infoflow.hint_until`."""
+        """Return the hint rule of a step: the rate falls over the steps, to none after
+        `infoflow.hint_until`.
+        """
         options = self.config.infoflow
         last_step = max(options.hint_until * self.config.train.num_steps, 1)
         rate = options.hint_rate * max(0.0, 1 - (step - 1) / last_step)
@@ -37,15 +39,14 @@ class Infoflow(FlowGrpo):
     def check_agent(self, kind: AgentKind) -> None:
         if self.config.infoflow.hint_rate > 0 and not kind.takes_hints:
             raise UserError(
-                f"agent.name={self.config.agent.name!r} takes no hints between turns; "
-                "infoflow.hint_rate = 0 rewards its sub-goals all the same"
+                f"agent.name={self.config.agent.name!r} does not support hints between turns; "
+                "infoflow.hint_rate = 0 keeps only the rewards for sub-goals"
             )
 
     def check_inputs(self, tasks: TaskSet, tools: Mapping[str, Tool]) -> None:
         if not any(map(sub_goals.sought, tasks.train)):
             raise UserError(
-                "algorithm.name='infoflow' needs tasks with sub_goals; none of the training tasks "
-                "has any to find"
+                "algorithm.name='infoflow' needs tasks with sub_goals, but no training task has any"
             )
 
 

@@ -1,6 +1,5 @@
-"""Find algorithms by name: those of this package, those of other packages behind the entry point
-group `flowtrain.algorithms`, and those of users' files, `algorithm.name = "mine.py:Mine"`. All are
-subclasses of `Algorithm`.
+"""The registry of algorithms: built-in ones, entry points `flowtrain.algorithms` of other packages,
+and classes in user files, `algorithm.name = "mine.py:Mine"`. All are subclasses of `Algorithm`.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ BUILT_IN = plugins.built_in(
 
 
 def load_algorithm(config: Config) -> Algorithm:
-    """Make the algorithm that `algorithm.name` asks for.
+    """Return the algorithm that `algorithm.name` selects.
 
-    Raises UserError for a name that nobody offers, for a config that the algorithm refuses, and for
-    code of others that fails.
+    Raises UserError for an unknown name, for a config that the algorithm rejects, and for
+    third-party code that fails.
     """
     name = config.algorithm.name
     origin = f"algorithm.name={name!r}"
     algorithm_type = plugins.load(name, origin, "algorithm", GROUP, BUILT_IN)
     if not (isinstance(algorithm_type, type) and issubclass(algorithm_type, Algorithm)):
-        raise UserError(f"{origin} is no subclass of flowtrain.algorithms.Algorithm")
+        raise UserError(f"{origin} is not a subclass of flowtrain.algorithms.Algorithm")
     if algorithm_type.__module__.startswith("flowtrain.algorithms."):
         return algorithm_type(config)
-    with foreign(f"{origin} cannot be made"):
+    with foreign(f"{origin} cannot be constructed"):
         return algorithm_type(config)

@@ -1,4 +1,4 @@
-"""Relatives of GRPO: another `credit`, another mean.
+"""Relatives of GRPO, which differ in `credit` and in the mean.
 
 A_i is the advantage of rollout i of G of a question, R_i its reward. All have PPO's clip; none has
 a KL term unless `algorithm.kl_coef` asks for one.
@@ -30,8 +30,8 @@ class _Relative(Algorithm):
         options = self.config.algorithm
         if options.mode == "released":
             raise UserError(
-                "algorithm.mode='released' is AgentFlow's code, and algorithm.name="
-                f"{options.name!r} has averages of its own"
+                "algorithm.mode='released' stands for AgentFlow's averages, but "
+                f"algorithm.name={options.name!r} defines its own"
             )
 
     def defaults(self, chosen: Options) -> Values:
@@ -40,7 +40,8 @@ class _Relative(Algorithm):
 
 class DrGrpo(_Relative):
     """Dr.GRPO (arXiv 2503.20783, section 3.2): A_i = R_i - mean(R), and a mean over rollouts of the
-    sum over tokens, divided by a constant. So neither hard questions nor short answers weigh more.
+    sum over tokens, divided by a constant. Neither hard questions nor short answers get a larger
+    weight.
     """
 
     average = "constant"
@@ -73,11 +74,11 @@ class Rloo(_Relative):
 
 
 class Spo(_Relative):
-    """SPO (arXiv 2509.13232): A_i = R_i - v, where v is what the question has earned so far, then
-    (A - mean) / std over all tokens of the batch. So one rollout of a question is enough.
+    """SPO (arXiv 2509.13232): A_i = R_i - v, where v is a running mean of the question's rewards,
+    then (A - mean) / std over all tokens of the batch. A single rollout per question suffices.
 
-    v is the mean of the question's earlier rewards, of which each counts DECAY of the next one,
-    and of the mean reward of all questions, which counts as one more.
+    v is a weighted mean of the question's earlier rewards, each weighing DECAY times its successor,
+    and of the mean reward of all questions, which counts as one more reward.
     """
 
     DECAY = 0.9
@@ -94,12 +95,12 @@ class Spo(_Relative):
         super().check()
         if self.config.algorithm.equal_groups == "drop":
             raise UserError(
-                "algorithm.equal_groups='drop' leaves out questions with one reward, as those with "
-                "one rollout are: algorithm.name='spo' takes 'keep'"
+                "algorithm.equal_groups='drop' would drop every question with a single rollout; "
+                "algorithm.name='spo' requires 'keep'"
             )
 
     def value(self, task: Task) -> float:
-        """Return what a rollout of the question is expected to earn."""
+        """Return the expected reward v of a question."""
         total, num = self._seen.get(task.id, (0.0, 0.0))
         return (total + self._mean) / (num + 1.0)
 

@@ -1,4 +1,4 @@
-"""Leave out samples that cannot be trained, and count them by reason; their loss weights leave the
+"""Removal of samples that cannot be trained, counted by reason; their loss weights leave the
 normaliser too.
 """
 
@@ -21,12 +21,11 @@ def filter_samples(
     vocab_size: int,
     routers: tuple[int, int, int] = (0, 0, 0),
 ) -> TrainBatch:
-    """Return the batch without samples that are longer than the model's positions, hold ids that
-    are none of its tokens, or have numbers that cannot be right.
+    """Return the batch without samples that exceed the model's positions, contain unknown token
+    ids, or hold impossible numbers.
 
-    The log-prob of a token of weight 0 may be anything. The counts of `batch.num_filtered` are
-    added to; a warning names the first sample of each reason. `routers`: `experts.sizes_of` the
-    model.
+    Log-probs of tokens of weight 0 are not checked. Adds to the counts of `batch.num_filtered`; a
+    warning names the first sample of each reason. `routers`: `experts.sizes_of` the model.
     """
     counts, tokens = Counter(batch.num_filtered), Counter(batch.num_filtered_tokens)
     trainable, problems = [], dict[FilterReason, str]()
@@ -42,7 +41,7 @@ def filter_samples(
     for reason, problem in problems.items():
         if problem:
             num = counts[reason] - batch.num_filtered.get(reason, 0)
-            _log.warning("samples left out: %d, the first because %s", num, problem)
+            _log.warning("samples excluded from training: %d, the first because %s", num, problem)
     return replace(
         batch,
         samples=tuple(trainable),
@@ -54,7 +53,7 @@ def filter_samples(
 def _problem(
     sample: Sample, max_positions: int, vocab_size: int, routers: tuple[int, int, int]
 ) -> tuple[FilterReason, str] | None:
-    """Tell why the sample cannot be trained, as a reason and in words; None when it can."""
+    """Return why the sample cannot be trained, as a reason and in words; None if it can."""
     if not sample.response_ids:
         return FilterReason.EMPTY, ""
     if problem := length_problem(sample, max_positions):

@@ -57,13 +57,12 @@ class Config(Section):
     agent: Agent = Agent()
     gateway: Gateway = Gateway()
     roles: Roles = Roles()
-    """With another agent than AgentFlow, executor, verifier and generator are rules by default, and
-    tools none."""
+    """Without AgentFlow, executor, verifier and generator default to rules, and tools to none."""
     engines: dict[str, Chat] = Field(default_factory=dict)
     """Named language models for the roles."""
     policies: dict[PolicyKey, Policy] = Field(default_factory=dict)
-    """The policies by name, with the models of those that are not trained here; AgentFlow's are
-    planner and, by [roles], verifier and refiner."""
+    """The policies by name, with the models of policies that this run does not train; AgentFlow's
+    are planner and, by [roles], verifier and refiner."""
     plugins: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options of what an option names by NAME or FILE.py:NAME: tools, an environment, an algorithm,
     loggers, rules of the dataflow."""

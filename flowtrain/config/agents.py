@@ -41,38 +41,37 @@ class Agent(Section):
     name: str = "agentflow"
     """agentflow: planner, tools, verifier and generator take turns; single: one response, which is
     the answer (RLVR); tools: the policy calls tools through its own chat template and reads their
-    results until it answers (docs/agents/tools.md); gateway: a program of yours that asks an
+    results until it answers (docs/agents/tools.md); gateway: a program that calls an
     OpenAI-compatible endpoint ([gateway], docs/agents/gateway.md); FILE.py:NAME or
-    PACKAGE.MODULE:NAME of an agent of your own, or an entry point in the group flowtrain.agents
-    (docs/agents)"""
+    PACKAGE.MODULE:NAME: a custom agent; or an entry point flowtrain.agents"""
     instructions: str = ""
-    """name = "single": text after the question; name = "tools": the system message; of the last
-    response the content of the last <answer>...</answer> is the answer, or else all of it"""
+    """name = "single": text after the question; name = "tools": the system message. The answer is
+    the content of the last response's last <answer>...</answer>, or else the whole response"""
     tool_format: ToolFormatName = "auto"
-    """name = "tools" or "gateway": how the policy writes calls (docs/agents/tools.md); auto: as its
-    chat template does, or xml where the template takes no tools"""
+    """name = "tools" or "gateway": format of the policy's tool calls (docs/agents/tools.md); auto:
+    the chat template's, or xml for a template without tools"""
     history: Literal["growing", "as_deployed"] = "growing"
-    """name = "tools" or "gateway": how earlier replies stand in a later prompt; growing: as the ids
-    that were sampled; as_deployed: as the chat template renders them, without their thinking where
-    it takes that out, and encoded anew (docs/agents/tools.md)"""
+    """name = "tools" or "gateway": earlier replies in later prompts; growing: the sampled ids;
+    as_deployed: the chat template's rendering, without the thinking that it removes, encoded anew
+    (docs/agents/tools.md)"""
     prompt: Literal["compact", "full"] = "full"
     """full: instructions, tool metadata and all four fields, through the chat template; compact:
     under 100 tokens, for the tiny planner; with name = "single" full is the chat template around
     the question, and compact a plain text; name = "tools" needs full"""
     prompt_order: Literal["shared", "paper"] = "shared"
-    """prompt = "full": shared puts the memory last, so that turns share all that stands before it
-    and cost less; paper: AgentFlow's order"""
+    """prompt = "full": shared puts the memory last, so that turns share a longer prefix and cost
+    less; paper: AgentFlow's order"""
     environment: str = ""
-    """name = "tools": FILE.py:NAME or PACKAGE.MODULE:NAME of a callable that makes the environment
-    of a rollout from its task, with tools and a user of its own (docs/agents/environments.md)"""
+    """name = "tools": FILE.py:NAME or PACKAGE.MODULE:NAME of a callable that creates the
+    environment of a rollout from its task, with its own tools and user
+    (docs/agents/environments.md)"""
     tools: tuple[str, ...] = ("Base_Generator", "Python_Coder", "Wikipedia_Search")
-    """tools the planner, or with name = "tools" the policy, may call, at least 1 where there is no
-    environment; also Web_Search, Web_Reader, Search, FILE.py:NAME of a function or class of yours,
-    those of installed packages (docs/tools.md), and of [mcp.NAME] "NAME.tool", or "NAME.*" for
-    all"""
+    """tools that the planner (or the policy, with name = "tools") may call; at least 1 without an
+    environment. Further tools: Web_Search, Web_Reader, Search, FILE.py:NAME of a custom function or
+    class, tools of installed packages (docs/tools.md), and "NAME.tool" or "NAME.*" of the server
+    [mcp.NAME]"""
     tool_engines: dict[str, str] = Field(default_factory=dict)
-    """models inside single tools, instead of roles.tools: names in [engines], by tool:
-    {Python_Coder = "coder"}"""
+    """engines of single tools, instead of roles.tools, by tool: {Python_Coder = "coder"}"""
     max_turns: PositiveInt = 3
     """turns per rollout in training (AgentFlow: 3)"""
     eval_max_turns: PositiveInt = 10
@@ -80,24 +79,24 @@ class Agent(Section):
     rollout_timeout_s: PositiveFloat = 500.0
     """seconds after which no further turn starts (AgentFlow: 500)"""
     num_passages: PositiveInt = 1
-    """passages that the tool Search returns; more than one make sense with a refiner"""
+    """number of passages that the tool Search returns; more than one is useful with a refiner"""
     tool_timeout_s: PositiveFloat = 120.0
-    """seconds per tool command (AgentFlow: 120); of Python_Coder it bounds the model's reply and
+    """seconds per tool command (AgentFlow: 120); for Python_Coder it limits the model's reply and
     code_timeout_s, not the wait for a process and a core"""
     sandbox: Literal["auto", "seccomp", "bubblewrap", "limits"] = "auto"
-    """confinement of the code of Python_Coder (docs/tools.md); auto: seccomp, or for packages
-    bubblewrap"""
+    """sandbox for the code of Python_Coder (docs/tools.md); auto: seccomp, or bubblewrap if
+    python_packages is set"""
     python_packages: tuple[str, ...] = ()
-    """installed packages that the code may import, with all that is installed beside them:
-    ["numpy", "sympy"]"""
+    """packages that the code may import, with all that is installed beside them: ["numpy", "sympy"]
+    """
     code_timeout_s: PositiveFloat = Field(10.0, le=3600)
-    """CPU seconds of the code, tool_timeout_s at most; ten times as many of wall time end what
-    sleeps (AgentFlow: 10 of wall time)"""
+    """CPU seconds for the code, at most tool_timeout_s; code that sleeps ends after ten times as
+    many seconds of wall time (AgentFlow: 10 s of wall time)"""
     max_result_chars: PositiveInt = 8000
-    """characters of a tool result that memory, or the conversation, keeps"""
+    """largest length of a tool result in the memory or the conversation"""
     memory_tokens: int = Field(0, ge=0)
-    """tokens of memory in a prompt; beyond them results lose their middle, the oldest first,
-    commands never; 0: no bound"""
+    """largest length of the memory in a prompt; longer memories lose the middle of tool results,
+    oldest first, but never commands; 0: no limit"""
 
     @model_validator(mode="before")
     @classmethod
@@ -116,11 +115,12 @@ class Agent(Section):
     def _fits_its_name(self) -> Agent:
         if self.instructions and self.name == "agentflow":
             raise ValueError(
-                f"agent.instructions={self.instructions!r} does not go with agent.name='agentflow'"
+                f"agent.instructions={self.instructions!r} cannot be combined with "
+                "agent.name='agentflow'"
             )
         if self.environment and self.name != "tools":
             raise ValueError(
-                f"agent.environment={self.environment!r} goes with agent.name = 'tools', which is "
+                f"agent.environment={self.environment!r} requires agent.name = 'tools', which is "
                 f"{self.name!r}"
             )
         if self.history != "growing" and self.name not in ("tools", "gateway"):
@@ -130,16 +130,16 @@ class Agent(Section):
             )
         if self.name == "tools" and self.prompt != "full":
             raise ValueError(
-                f"agent.prompt={self.prompt!r} does not go with agent.name='tools', which needs "
-                "'full'"
+                f"agent.prompt={self.prompt!r} cannot be combined with agent.name='tools', which "
+                "needs 'full'"
             )
         if self.name != "single":
             return self
         for key, value in (("tools", ()), ("max_turns", 1), ("eval_max_turns", 1)):
             if (actual := getattr(self, key)) != value:
                 raise ValueError(
-                    f"agent.{key}={actual!r} does not go with agent.name='single': it takes one "
-                    "turn, without tools"
+                    f"agent.{key}={actual!r} cannot be combined with agent.name='single': it "
+                    "takes one turn, without tools"
                 )
         return self
 
@@ -177,17 +177,17 @@ class Chat(Section):
     base_url: str = "https://api.openai.com/v1"
     """address of the endpoint, /v1 included"""
     api_key_env: str = "OPENAI_API_KEY"
-    """environment variable that holds the key; empty: the endpoint needs none"""
+    """environment variable with the API key; empty: the endpoint needs no key"""
     temperature: float = Field(0.0, ge=0)
     """sampling temperature; 0: the most likely reply"""
     max_tokens: PositiveInt = 2048
     """tokens per reply"""
     timeout_s: PositiveFloat = 120.0
-    """seconds per attempt"""
+    """timeout of an attempt"""
     max_retries: int = Field(5, ge=0)
-    """further attempts after a refusal, a failure or a timeout, with growing pauses"""
+    """retries after a rejection, a failure or a timeout, with growing pauses"""
     max_concurrency: PositiveInt = 64
-    """requests under way at a time; more wait"""
+    """largest number of concurrent requests; further ones wait"""
     price_in: float = Field(0.0, ge=0)
     """price of a million prompt tokens, for the cost meter"""
     price_out: float = Field(0.0, ge=0)
@@ -203,42 +203,42 @@ class Roles(Section):
     """model that analyses the question before the first turn: none, policy, or a name in
     [engines]"""
     executor: str = "rules"
-    """model that turns a sub-goal into a tool command: rules, policy (untrained tokens of the
-    policy), or a name in [engines]"""
+    """model that writes the tool command for a sub-goal: rules, policy (tokens of the policy that
+    are not trained), or a name in [engines]"""
     verifier: str = "rules"
     """model that decides between STOP and CONTINUE: rules, policy, own (a policy besides the
     planner: train.policy), or a name in [engines]"""
     generator: str = "rules"
     """model that writes the answer: rules, policy, or a name in [engines]"""
     tools: str = "none"
-    """model inside the tools that use one: none, policy, or a name in [engines]"""
+    """model of the tools that need one: none, policy, or a name in [engines]"""
     refiner: str = "none"
-    """model that shortens search results to evidence before the memory gets them: none, rules,
-    policy, own (a policy besides the planner: train.policy), or a name in [engines]"""
+    """model that condenses search results to evidence for the memory: none, rules, policy, own (a
+    policy besides the planner: train.policy), or a name in [engines]"""
     judge: str = "none"
-    """model that judges answers that the rule scorers call wrong: none, or a name in [engines]"""
+    """model that judges answers which the rule scorers reject: none, or a name in [engines]"""
 
     @model_validator(mode="after")
     def _own_policies(self) -> Roles:
         if misused := [role for role, name in self if role not in OWN_ROLES and name == OWN]:
             raise ValueError(
-                f"roles.{misused[0]}={OWN!r}: of the roles only {' and '.join(OWN_ROLES)} can be "
-                "policies of their own"
+                f"roles.{misused[0]}={OWN!r}: only the roles {' and '.join(OWN_ROLES)} can have "
+                "their own policies"
             )
         return self
 
 
 class Policy(Section):
     path: ModelPath = ""
-    """folder or hub name of the model of a policy that is not trained, or "quickstart"; the trained
-    one's is model.path"""
+    """model of a policy that is not trained: a folder, a hub name or "quickstart"; the trained
+    policy's model is model.path"""
     temperature: PositiveFloat | None = None
-    """its temperature, in sampling and in the log-probs of training; unset: rollout.temperature"""
+    """temperature for sampling and for the log-probs of training; unset: rollout.temperature"""
     max_new_tokens: PositiveInt | None = None
     """tokens per response; unset: rollout.max_new_tokens"""
     trained: bool = False
-    """train it too, by the same rollouts, after train.policy and on the same ranks; what a run
-    keeps of it is in run.dir/policies/NAME (docs/agents/workflows.md)"""
+    """train this policy too, on the same rollouts and ranks, after train.policy; its checkpoints
+    and metrics are in run.dir/policies/NAME (docs/agents/workflows.md)"""
 
 
 JudgeMode = Literal["rules-first", "judge-first", "judge-only"]
@@ -246,9 +246,9 @@ JudgeMode = Literal["rules-first", "judge-first", "judge-only"]
 
 class Judge(Section):
     mode: JudgeMode = "rules-first"
-    """who decides on answers of exact, qa, math and choice: the judge where the rule gives 0, the
-    judge with the rule behind it where it gives no verdict, or the judge alone, without whose
-    verdict a rollout fails"""
+    """role of the judge for answers of exact, qa, math and choice: rules-first asks the judge if
+    the rule gives 0; judge-first falls back to the rule without a verdict; judge-only fails a
+    rollout without a verdict"""
     cache: str = "runs/judge.sqlite"
-    """file on a local disk that keeps verdicts, so that no question is asked twice; runs and ranks
-    may share it"""
+    """file on a local disk that caches verdicts, so that the judge sees no question twice; runs and
+    ranks may share it"""

@@ -23,7 +23,7 @@ from flowtrain.utils.waiting import waiting
 
 INTERRUPTED = 130
 OUTAGE = os.EX_TEMPFAIL
-_GOES_ON = "the same command with --resume auto goes on"
+_GOES_ON = "run the same command with --resume auto to continue"
 _ECHO_S = 2.0
 
 
@@ -33,7 +33,7 @@ def main(module: str, command: str) -> NoReturn:
     """
 
     def body(config: Config) -> int:
-        with waiting("loading torch and what a run needs", _is_main()):
+        with waiting("loading torch and the model libraries", _is_main()):
             run: Callable[[Config], int] = pkgutil.resolve_name(command)
         return run(config)
 
@@ -86,7 +86,7 @@ def run_command(
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        say(f"{module}: {str(error.filename)!r} is longer than names of files may be")
+        say(f"{module}: {str(error.filename)!r} is too long for a file name")
         return 2
     except KeyboardInterrupt:
         if is_main:
@@ -151,4 +151,4 @@ class Interrupt:
         self.requested = True
         self._requested_at = time.monotonic()
         if self._is_main:
-            say("\nfinishing this step, then saving (once more to stop at once)")
+            say("\nfinishing this step, then saving (interrupt again to stop at once)")

@@ -14,8 +14,8 @@ from flowtrain.config.shipped import PLANNER
 def _resolved(path: str) -> str:
     if path in ("tiny", "quickstart") and Path(path).is_dir():
         raise ValueError(
-            f"{path!r} means a model of flowtrain's own, and there is a folder of that name "
-            f"here: write './{path}'"
+            f"{path!r} is the name of a built-in model and of a folder here: write './{path}' for "
+            "the folder"
         )
     return str(PLANNER) if path == "quickstart" else path
 
@@ -31,21 +31,21 @@ ModelPath = Annotated[str, AfterValidator(_resolved), PlainSerializer(_portable)
 
 class Model(Section):
     path: ModelPath = "tiny"
-    """folder or hub name of a Hugging Face causal LM; "tiny": a new decoder with random weights,
-    built as [tiny] says; "quickstart": the warmed-up planner that comes with flowtrain"""
+    """folder or hub name of a Hugging Face causal LM; "tiny": a new decoder with random weights, as
+    specified in [tiny]; "quickstart": the pretrained planner shipped with flowtrain"""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """type of the forward and backward pass and of the engine's weights; master weights are float32
-    unless train.optimizer has bf16 in its name"""
+    """dtype of the forward and backward pass and of the engine's weights; master weights are
+    float32 unless train.optimizer is a bf16 one"""
 
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """what the chat templates of the policies are given, e.g. {enable_thinking = false} of Qwen3"""
+    """variables passed to the policies' chat templates, e.g. {enable_thinking = false} for Qwen3"""
 
 
 class Tiny(Section):
     vocab_size: PositiveInt = 512
-    """tokens of the byte-level BPE that is trained on the training tasks; at least 258"""
+    """vocabulary size of the byte-level BPE trained on the training tasks; at least 258"""
     hidden_size: PositiveInt = 96
-    """width of the decoder; num_heads divides it"""
+    """hidden size of the decoder; a multiple of num_heads"""
     num_layers: PositiveInt = 3
     """decoder layers"""
     num_heads: PositiveInt = 6
@@ -54,4 +54,4 @@ class Tiny(Section):
     """qwen3_moe, gpt_oss: 2 of 8 experts a token, as wide together as qwen3's MLP; gpt_oss has
     sinks, and windows of 64 tokens in every other layer; qwen3_5: Gated DeltaNet in every other"""
     max_positions: PositiveInt = 256
-    """tokens of prompt and response together"""
+    """largest total number of prompt and response tokens"""

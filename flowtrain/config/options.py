@@ -87,7 +87,7 @@ def parse_over(text: str, argv: Sequence[str]) -> Config:
 
 
 def shows_config(argv: Sequence[str]) -> bool:
-    """Tell whether the command line asks for its config instead of a run. Raises UserError."""
+    """Return whether the command line asks for its config instead of a run. Raises UserError."""
     value = _split(argv)[1].get(_SHOW_CONFIG, "false")
     if value not in ("true", "false"):
         raise UserError(f"--{_SHOW_CONFIG} {_shown(value)} must be true or false")
@@ -100,7 +100,7 @@ def check_allowed(argv: Sequence[str], allowed: Sequence[str]) -> None:
     for key in ["config"] * bool(path) + list(overrides):
         if not any(fnmatchcase(key, pattern) for pattern in allowed):
             raise UserError(
-                f"--{key} is the same for the whole run and cannot be set here; what can be: "
+                f"--{key} is fixed for the whole run and cannot be set here; options that can: "
                 f"{', '.join(allowed)}"
             )
 
@@ -182,12 +182,12 @@ def _read(path: str, origin: str, including: tuple[str, ...] = ()) -> _Values:
         return file_values
     where = f"{origin}: {_INCLUDE}={_shown(repr(included))}"
     if not isinstance(included, str) or not included or "\0" in included:
-        raise UserError(f"{where} must be the path of a file, seen from this one")
+        raise UserError(f"{where} must be the path of a file, relative to this file")
     # By real paths, because a link may close the circle.
     open_files = (*including, os.path.realpath(path))
     base_path = str(Path(path).parent / included)
     if os.path.realpath(base_path) in open_files:
-        raise UserError(f"{where}: the files include each other in a circle")
+        raise UserError(f"{where}: the files include each other in a cycle")
     base = _read(base_path, f"{origin}, {_INCLUDE} {_shown(included)}", open_files)
     return _Values(_over(base.tables, file_values.tables), base.origins | file_values.origins)
 
@@ -214,7 +214,7 @@ def _checked(values: dict[str, Any], origin: str) -> _Values:
     origins = {}
     for section, table in values.items():
         if not isinstance(table, dict):
-            raise UserError(f"{origin}: {section!r} must stand in a section: {_SECTIONS}")
+            raise UserError(f"{origin}: {section!r} must be in a section: {_SECTIONS}")
         if not table and section not in Config.model_fields:
             _path(section, origin)
         tables = {section: table}

@@ -15,14 +15,15 @@ _ROUNDING = 1e-9
 
 class Reward(Section):
     function: dict[str, float] = Field(default_factory=dict)
-    """what scores instead of each task's scorer: FILE.py:NAME or PACKAGE.MODULE:NAME of a function
-    (task, answer, trajectory), or a built-in scorer; of several, a table of names and weights"""
+    """reward function, instead of each task's scorer: FILE.py:NAME or PACKAGE.MODULE:NAME of a
+    function (task, answer, trajectory), or a built-in scorer; several functions are a table of
+    names and weights"""
     timeout_s: PositiveFloat = 30.0
-    """seconds per call of a function; after that the rollout fails"""
+    """timeout of a call of a reward function, after which the rollout fails"""
     low: float = 0.0
-    """least reward; a rollout with a lower one fails"""
+    """smallest valid reward; a rollout with a lower reward fails"""
     high: float = 1.0
-    """greatest reward; a rollout with a higher one fails"""
+    """largest valid reward; a rollout with a higher reward fails"""
 
     @field_validator("function", mode="before")
     @classmethod

@@ -15,21 +15,21 @@ class Run(Section):
     seed: int = 0
     """seed of task order, sampling and new weights"""
     dry_run: bool = False
-    """load everything, show how the questions are read, the lengths of prompts, the memory plan and
-    two rollouts with their rewards, and end; nothing is written"""
+    """load everything, print how questions are read, prompt lengths, the memory plan and two scored
+    rollouts, then exit without writing anything"""
     resume: Literal["never", "auto"] = "never"
-    """auto: continue the run in run.dir from its newest checkpoint, or start it if there is none"""
+    """auto: resume the run in run.dir from its newest checkpoint, if any, or start it"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """device on which the ranks compute; auto: CUDA where there is one"""
+    """device on which the ranks compute; auto: CUDA if available"""
     collective_timeout_s: PositiveFloat = 600.0
-    """seconds after which a collective of the training pass that hangs ends the run; ranks wait for
-    each other's rollouts, engines and evaluations however long these take"""
+    """seconds after which a hanging collective of the training pass aborts the run; waits for other
+    ranks' rollouts, engines and evaluations are not limited"""
     threads: int = Field(0, ge=0)
     """CPU threads per rank; 0: OMP_NUM_THREADS, or else the cores that affinity and cgroups allow,
     divided by the ranks of this machine"""
     profile: int = Field(0, ge=0)
-    """profile so many steps after the first one, on the main rank: run.dir/profile gets a
-    Chrome trace and a table of operators; 0: none"""
+    """number of steps to profile after the first one, on the main rank; run.dir/profile gets a
+    Chrome trace and a table of operators; 0: off"""
 
 
 class Eval(Section):
@@ -38,43 +38,43 @@ class Eval(Section):
     num_tasks: PositiveInt = 200
     """held-out questions per split"""
     at_ends: bool = True
-    """evaluate before the first and after the last step; with dataflow.url nodes answer, and the
-    run waits for them at both ends and nowhere else"""
+    """evaluate before the first and after the last step; with dataflow.url the nodes answer, and
+    the run waits for them at these two points only"""
     benchmarks: tuple[str, ...] = ()
-    """benchmarks that every evaluation asks, too: names whose files are in tasks.benchmarks,
-    NAME=FILE for one elsewhere, NAME=FILE:SCORER for your own (docs/evals.md)"""
+    """benchmarks for every evaluation: names of files in tasks.benchmarks, NAME=FILE for a file
+    elsewhere, NAME=FILE:SCORER for a custom benchmark (docs/evals.md)"""
     rows: int = Field(0, ge=0)
-    """first rows of each of eval.benchmarks; 0: as many as AgentFlow runs"""
+    """number of first rows to use of each benchmark; 0: as many as AgentFlow runs"""
     trials: PositiveInt = 1
-    """times that each question of eval.benchmarks is asked"""
+    """number of answers to sample per question of eval.benchmarks"""
     temperature: float | None = Field(None, ge=0, lt=100)
-    """of the policies for eval.benchmarks; 0: greedy; unset: that of training"""
+    """temperature for eval.benchmarks; 0: greedy; unset: the training temperature"""
 
 
 class Checkpoint(Section):
     every: int = Field(25, ge=0)
     """steps between checkpoints; 0: only at the end"""
     keep: PositiveInt = 2
-    """newest checkpoints that stay on disk"""
+    """number of newest checkpoints to keep on disk"""
 
 
 class Weights(Section):
     keep: PositiveInt = 2
-    """newest versions that stay in run.dir/weights, with the files that they need"""
+    """number of newest versions to keep in run.dir/weights, with the files that they need"""
     level: Literal[1, 2] = 1
-    """2 makes deltas about a quarter smaller and several times slower to code (CPU only): for links
-    between sites"""
+    """2 makes deltas about a quarter smaller and several times slower to encode (CPU only), for
+    slow links between sites"""
     verify_every: int = Field(10, ge=0)
-    """loads between two comparisons of all of an engine's weights with the digests of their
-    version; 0: compare only weights that change"""
+    """number of loads between two comparisons of all of an engine's weights with the digests of
+    their version; 0: compare only changed weights"""
 
 
 class Log(Section):
     tensorboard: bool = True
     """write TensorBoard files into run.dir"""
     loggers: tuple[str, ...] = ()
-    """further places for the numbers: wandb, trackio, names of entry points flowtrain.loggers, or
-    FILE.py:NAME of your own (docs/metrics.md)"""
+    """further loggers for the metrics: wandb, trackio, names of entry points flowtrain.loggers, or
+    FILE.py:NAME of a custom one (docs/metrics.md)"""
     replay: bool = False
-    """keep in run.dir/replay what every step was trained from and the digests of every version, so
-    that `python -m flowtrain.replay` can make the run again (docs/replay.md)"""
+    """keep the training data of every step and the digests of every version in run.dir/replay, so
+    that `python -m flowtrain.replay` can replay the run (docs/replay.md)"""

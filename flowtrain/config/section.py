@@ -34,9 +34,11 @@ class Section(BaseModel):
                 if len(leaf) > _MAX_CHARS:
                     raise ValueError(f"a text may have {_MAX_CHARS} characters, not {len(leaf)}")
                 if control_char := _CONTROL.search(leaf):
-                    raise ValueError(f"the character {control_char[0]!r} has no place in an option")
+                    raise ValueError(
+                        f"an option must not contain the character {control_char[0]!r}"
+                    )
             elif isinstance(leaf, int) and abs(leaf) > _MAX_INT:
-                raise ValueError(f"a number may be {_MAX_INT} at most")
+                raise ValueError(f"a number may be at most {_MAX_INT}")
         return value
 
 

@@ -36,5 +36,5 @@ def config_path(name_or_path: str) -> str:
     if Path(name_or_path).exists():
         return name_or_path
     names = difflib.get_close_matches(Path(name_or_path).stem, shipped, n=1)
-    hint = f"did you mean {names[0]}?" if names else "--help has the names of those of flowtrain"
+    hint = f"did you mean {names[0]}?" if names else "--help lists the built-in configs"
     raise UserError(f"--config {printable(name_or_path, keep='')}: no such file; {hint}")

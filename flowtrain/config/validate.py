@@ -64,8 +64,8 @@ def _check_sizes(config: Config) -> None:
         )
     if "bf16" in train.optimizer and config.model.dtype != "bfloat16":
         raise ValueError(
-            f"train.optimizer={train.optimizer!r} needs model.dtype = 'bfloat16': its weights have "
-            "no more digits"
+            f"train.optimizer={train.optimizer!r} needs model.dtype = 'bfloat16': it keeps "
+            "weights in bf16"
         )
     if config.train.num_minibatches > config.rollout.num_questions:
         raise ValueError(
@@ -81,12 +81,12 @@ def _check_sampling(config: Config) -> None:
     if not config.train.rescore:
         raise ValueError(
             f"rollout.frequency_penalty={rollout.frequency_penalty} needs train.rescore = true: "
-            "the sampler's log-probs have the penalty in them, and those of training have not"
+            "the sampler's log-probs include the penalty, and the trainer's do not"
         )
     if config.algorithm.name == "appo":
         raise ValueError(
-            f"rollout.frequency_penalty={rollout.frequency_penalty} does not go with "
-            "algorithm.name='appo', whose branches would count a response's tokens anew"
+            f"rollout.frequency_penalty={rollout.frequency_penalty} cannot be combined with "
+            "algorithm.name='appo', whose branches would restart the count of a response's tokens"
         )
 
 
@@ -96,8 +96,8 @@ def _check_ratios(config: Config) -> None:
         value = getattr(algorithm, key)
         if value is not None and not config.train.rescore:
             raise ValueError(
-                f"algorithm.{key}={value} needs train.rescore = true, or the ratio is that of "
-                "the sampler to itself"
+                f"algorithm.{key}={value} needs train.rescore = true, otherwise the ratio "
+                "compares the sampler with itself"
             )
     if algorithm.mis is not None and not 0 <= algorithm.mis[0] < algorithm.mis[1]:
         raise ValueError(f"algorithm.mis={algorithm.mis} must be [low, high] with 0 <= low < high")
@@ -112,8 +112,8 @@ def _check_sandbox(config: Config) -> None:
     agent = config.agent
     if agent.python_packages and agent.sandbox == "seccomp":
         raise ValueError(
-            f"agent.python_packages={list(agent.python_packages)} needs files, which "
-            "agent.sandbox='seccomp' has not; 'auto' finds one that has"
+            f"agent.python_packages={list(agent.python_packages)} needs a sandbox with file "
+            "access, which agent.sandbox='seccomp' lacks; 'auto' selects one"
         )
 
 
@@ -121,20 +121,20 @@ def _check_mcp(config: Config) -> None:
     for name, server in config.mcp.items():
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,40}", name):
             raise ValueError(
-                f"[mcp.{name}]: a server's name has 1 to 40 letters, digits, '_' and '-'"
+                f"[mcp.{name}]: a server's name must have 1 to 40 letters, digits, '_' and '-'"
             )
         if server.command and server.url:
             raise ValueError(
                 f"mcp.{name}.command={list(server.command)} and mcp.{name}.url={server.url!r}: "
-                "give one of them"
+                "set exactly one of them"
             )
         if server.command and server.token_env:
             raise ValueError(
-                f"mcp.{name}.token_env={server.token_env!r} goes with mcp.{name}.url; a command "
-                f"gets the variables of mcp.{name}.env"
+                f"mcp.{name}.token_env={server.token_env!r} requires mcp.{name}.url; a command "
+                f"gets its variables from mcp.{name}.env"
             )
         if server.url and server.env:
-            raise ValueError(f"mcp.{name}.env={list(server.env)} goes with mcp.{name}.command")
+            raise ValueError(f"mcp.{name}.env={list(server.env)} requires mcp.{name}.command")
         if server.url and not server.url.startswith(("http://", "https://")):
             raise ValueError(f"mcp.{name}.url={server.url!r} must begin with http:// or https://")
 
@@ -143,22 +143,20 @@ def _check_task_files(config: Config) -> None:
     tasks = config.tasks
     if (tasks.name == "file") != bool(tasks.path or tasks.mixture):
         key = f"tasks.mixture={tasks.mixture}" if tasks.mixture else f"tasks.path={tasks.path!r}"
-        raise ValueError(f"{key} goes with tasks.name = 'file', which is {tasks.name!r}")
+        raise ValueError(f"{key} requires tasks.name = 'file', which is {tasks.name!r}")
     if (tasks.name == "verifiers") != bool(tasks.verifiers):
         raise ValueError(
-            f"tasks.verifiers={tasks.verifiers} goes with tasks.name = 'verifiers', which is "
+            f"tasks.verifiers={tasks.verifiers} requires tasks.name = 'verifiers', which is "
             f"{tasks.name!r}"
         )
     if tasks.verifiers and config.agent.name != "gateway":
         raise ValueError(
-            "tasks.name='verifiers': its environments drive their rollouts themselves; set "
-            "agent.name = 'gateway' and gateway.function = "
-            "'flowtrain.agents.gateway.hub:solve'"
+            "tasks.name='verifiers': its environments drive their own rollouts; set agent.name = "
+            "'gateway' and gateway.function = 'flowtrain.agents.gateway.hub:solve'"
         )
     if tasks.path and tasks.mixture:
         raise ValueError(
-            f"tasks.path={tasks.path!r} and tasks.mixture={tasks.mixture}: name files in one of "
-            "them"
+            f"tasks.path={tasks.path!r} and tasks.mixture={tasks.mixture}: set only one of them"
         )
 
 
@@ -169,14 +167,15 @@ def _check_benchmarks(config: Config) -> None:
         default = dict(Eval())
         for key in ("rows", "trials", "temperature"):
             if getattr(options, key) != default[key]:
-                raise ValueError(f"eval.{key}={getattr(options, key)} goes with eval.benchmarks")
+                raise ValueError(f"eval.{key}={getattr(options, key)} requires eval.benchmarks")
         return
     option = f"eval.benchmarks={list(options.benchmarks)}"
     if not options.every and not options.at_ends:
-        raise ValueError(f"{option} is never asked with eval.every=0 and eval.at_ends=false")
+        raise ValueError(f"{option} is never evaluated with eval.every=0 and eval.at_ends=false")
     if config.tasks.verifiers:
         raise ValueError(
-            f"{option} does not go with tasks.name='verifiers', whose environment asks"
+            f"{option} cannot be combined with tasks.name='verifiers', whose environment runs the "
+            "evaluation"
         )
     folder_names = [name for name in options.benchmarks if "=" not in name]
     if folder_names and not config.tasks.benchmarks:
@@ -193,8 +192,9 @@ def _check_reward(config: Config) -> None:
     if reward.function:
         if config.roles.judge != "none":
             raise ValueError(
-                f"roles.judge={config.roles.judge!r} does not go with reward.function="
-                f"{list(reward.function)}: a judge stands behind the scorers of tasks"
+                f"roles.judge={config.roles.judge!r} cannot be combined with "
+                f"reward.function={list(reward.function)}: a judge only backs up the scorers of "
+                "tasks"
             )
         return
     agent = config.agent
@@ -213,13 +213,13 @@ def _check_policies(config: Config) -> None:
             raise ValueError(f"train.policy={policy!r} is not among [policies]: {known}")
         if own_roles := [role for role, engine in config.roles if engine == OWN]:
             raise ValueError(
-                f"roles.{own_roles[0]}={OWN!r} is AgentFlow's; agent.name={config.agent.name!r} "
-                "has the policies of [policies]"
+                f"roles.{own_roles[0]}={OWN!r} requires agent.name='agentflow'; policies of "
+                f"agent.name={config.agent.name!r} are defined in [policies]"
             )
         return
     if unknown := [name for name in (policy, *config.policies) if name not in modules]:
         raise ValueError(
-            f"{unknown[0]!r} is no policy of agent.name='agentflow', whose modules are "
+            f"{unknown[0]!r} is not a policy of agent.name='agentflow', whose modules are "
             f"{', '.join(modules)}"
         )
     if policy not in config.policy_names:
@@ -233,8 +233,9 @@ def _check_trained(config: Config) -> None:
     for name in (name for name, options in config.policies.items() if options.trained):
         if config.dataflow.url:
             raise ValueError(
-                f"policies.{name}.trained=true does not go with dataflow.url="
-                f"{config.dataflow.url!r}: with nodes each policy has a trainer of its own"
+                f"policies.{name}.trained=true cannot be combined with "
+                f"dataflow.url={config.dataflow.url!r}: with nodes each policy has a trainer of "
+                "its own"
             )
         if name not in config.policy_names:
             raise ValueError(f"policies.{name}.trained=true needs roles.{name}={OWN!r}")
@@ -246,8 +247,8 @@ def _check_roles(config: Config) -> None:
     for role, engine in config.roles:
         if role != "judge" and engine not in ("none", "rules"):
             raise ValueError(
-                f"roles.{role}={engine!r} does not go with agent.name={config.agent.name!r}, which "
-                "has no roles"
+                f"roles.{role}={engine!r} cannot be combined with "
+                f"agent.name={config.agent.name!r}, which has no roles"
             )
 
 
@@ -257,12 +258,13 @@ def _check_engine_ranks(config: Config) -> None:
         return
     if config.vllm.sleep:
         raise ValueError(
-            f"vllm.sleep=true does not go with rollout.num_engine_ranks={num_ranks}: no engine "
-            "shares a GPU then"
+            f"vllm.sleep=true cannot be combined with rollout.num_engine_ranks={num_ranks}: the "
+            "engines then have GPUs of their own"
         )
     if config.dataflow.url:
         raise ValueError(
-            f"rollout.num_engine_ranks={num_ranks} must be 0 with dataflow.url: nodes sample"
+            f"rollout.num_engine_ranks={num_ranks} must be 0 with dataflow.url, because nodes "
+            "sample"
         )
 
 
@@ -302,17 +304,18 @@ def _check_rft(config: Config) -> None:
         )
     if rft.screen != "none" and config.agent.name == "single":
         raise ValueError(
-            f"rft.screen={rft.screen!r} does not go with agent.name='single', which has no tools"
+            f"rft.screen={rft.screen!r} cannot be combined with agent.name='single', which has no "
+            "tools"
         )
     if rft.conversations and rft.expert != Rft().expert:
         raise ValueError(
-            f"rft.conversations={rft.conversations!r} takes the place of rft.expert="
-            f"{rft.expert!r}: name one of them"
+            f"rft.conversations={rft.conversations!r} replaces rft.expert={rft.expert!r}: set "
+            "only one of them"
         )
     if rft.collect_only and rft.expert in EXPERTS:
         raise ValueError(
-            f"rft.collect_only=true goes with rft.expert = a name in [engines], not "
-            f"{rft.expert!r}, whose demonstrations are not written down"
+            "rft.collect_only=true requires a name in [engines] as rft.expert, not "
+            f"{rft.expert!r}, whose demonstrations are not saved"
         )
 
 
@@ -324,7 +327,7 @@ def _check_plugins(config: Config) -> None:
     names = {name.rpartition(":")[2] for name in named_options if name}
     if unknown := sorted(config.plugins.keys() - names):
         raise ValueError(
-            f"plugins.{unknown[0]}: nothing that the config names is called so; it names "
+            f"plugins.{unknown[0]}: no plugin of this name is used by the config; it uses "
             f"{', '.join(sorted(names))}"
         )
 
@@ -339,6 +342,6 @@ def _check_lora(config: Config) -> None:
         return
     if config.model.path == "tiny":
         raise ValueError(
-            f"lora.rank={lora.rank} needs a model that was trained before: model.path='tiny' "
-            "has random weights"
+            f"lora.rank={lora.rank} needs a pretrained model, but model.path='tiny' has random "
+            "weights"
         )

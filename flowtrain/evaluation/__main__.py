@@ -22,11 +22,17 @@ from flowtrain.utils.commands import end_on_signals
 from flowtrain.utils.terminal import protect_output
 
 _SHORT = {
-    "benchmarks": ("eval.benchmarks", f"of {', '.join(BENCHMARKS)}; NAME=FILE, NAME=FILE:SCORER"),
+    "benchmarks": (
+        "eval.benchmarks",
+        f"of {', '.join(BENCHMARKS)}; NAME=FILE, NAME=FILE:SCORER",
+    ),
     "data": ("tasks.benchmarks", "folder of the benchmark files"),
-    "rows": ("eval.rows", "first rows of each, or all (default: as many as AgentFlow runs)"),
-    "trials": ("eval.trials", "times to ask every question (AgentFlow's paper: 3)"),
-    "temperature": ("eval.temperature", "of the policies; 0 is greedy"),
+    "rows": (
+        "eval.rows",
+        "first rows of each, or all (default: as many as AgentFlow runs)",
+    ),
+    "trials": ("eval.trials", "answers to sample per question (AgentFlow's paper: 3)"),
+    "temperature": ("eval.temperature", "temperature of the policies; 0 is greedy"),
 }
 """Short forms of options."""
 _ALL_ROWS = str(10**9)
@@ -44,7 +50,9 @@ def main() -> int:
             return evaluate_benchmarks(config, _request(arguments, config))
         except KeyboardInterrupt:
             words = shlex.join([*(word for word in sys.argv[1:] if word != "--resume"), "--resume"])
-            print(f"\nstopped; go on with: python -m flowtrain.evaluation {words}", file=sys.stderr)
+            print(
+                f"\nstopped; continue with: python -m flowtrain.evaluation {words}", file=sys.stderr
+            )
             return INTERRUPTED
 
     file_words = ["--config", arguments.config] if arguments.config else []
@@ -58,9 +66,9 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flowtrain.evaluation",
-        description="Ask planners the questions of public benchmarks.",
-        epilog="Every --section.key of a training run goes too (python -m flowtrain.train --help "
-        "all): --model.path runs/x/model, ...",
+        description="Evaluate planners on public benchmarks.",
+        epilog="Every --section.key of a training run is accepted too (python -m flowtrain.train "
+        "--help all): --model.path runs/x/model, ...",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -70,11 +78,11 @@ def _parser() -> argparse.ArgumentParser:
         add(f"--{name}", metavar="X", help=f"{key}: {text}")
     text = "folder for records, manifest and summary (default: run.dir/evals)"
     add("--out", type=Path, metavar="DIR", help=text)
-    text = "go on with the evaluation in --out; what has ended is not asked again"
+    text = "continue the evaluation in --out, without repeating finished rollouts"
     add("--resume", action="store_true", help=text)
-    text = "policy, or names in [engines]: frozen planners; each is asked (default: policy)"
+    text = "planners: policy, or names in [engines] of frozen ones (default: policy)"
     add("--planner", default="policy", metavar="A,B", help=text)
-    text = "budgets of turns, each for each planner (default: agent.eval_max_turns)"
+    text = "turn limits; every planner is evaluated with each (default: agent.eval_max_turns)"
     add("--turns", default="", metavar="N,M", help=text)
     text = "show the numbers of AgentFlow's paper beside this evaluation's"
     add("--paper", action="store_true", help=text)
@@ -94,10 +102,10 @@ def _words(arguments: argparse.Namespace) -> list[str]:
 def _request(arguments: argparse.Namespace, config: Config) -> Request:
     """Read the arguments. Raises UserError for what does not make sense."""
     if not config.eval.benchmarks:
-        raise UserError(f"--benchmarks names none; there are {', '.join(BENCHMARKS)}")
+        raise UserError(f"--benchmarks names no benchmark; available: {', '.join(BENCHMARKS)}")
     turns = _listed(arguments.turns)
     if not all(word.isdecimal() and int(word) for word in turns):
-        raise UserError(f"--turns {arguments.turns!r} must be numbers from 1, with commas")
+        raise UserError(f"--turns {arguments.turns!r} must be numbers from 1, separated by commas")
     return Request(
         planners=tuple(_listed(arguments.planner)) or (POLICY,),
         max_turns=tuple(dict.fromkeys(map(int, turns))) or (config.agent.eval_max_turns,),

@@ -105,7 +105,10 @@ class EvaluationLog(RolloutLog[Key]):
 
     def key(self, record: Mapping[str, Any]) -> Key:
         if "counts" not in record:
-            raise UserError(f"{self.path} has lines without counts: choose another --out")
+            raise UserError(
+                f"{self.path} has lines without counts, so it cannot be continued: "
+                "choose another --out"
+            )
         return Key(*(record[name] for name in Key._fields))
 
     def fields(self, question: Question[Key], trajectory: Trajectory) -> dict[str, Any]:
@@ -151,7 +154,7 @@ def evaluate_benchmarks(config: Config, request: Request) -> int:
     all rollouts that have ended are on disk.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError("an evaluation is one process: start it without torchrun")
+        raise UserError("an evaluation runs in one process: start it without torchrun")
     tasks_by_name, trials = load_benchmarks(config), config.eval.trials
     if request.paper and not set(tasks_by_name) & set(AGENTFLOW):
         raise UserError(
@@ -164,7 +167,7 @@ def evaluate_benchmarks(config: Config, request: Request) -> int:
     total = sum(map(len, tasks_by_name.values())) * trials * len(request.systems)
     with RunDir.lock(request.out, "--out"):
         _check_folder(config, request, pins)
-        with waiting("loading torch and what answers questions"):
+        with waiting("loading torch and the models"):
             from flowtrain.evaluation.system import open_system
         scratch = request.out.with_name(f".{request.out.name}.weights")
         for planner in request.planners:
@@ -194,14 +197,13 @@ def _check_planner(config: Config, planner: str) -> None:
         )
     if config.agent.name != "agentflow":
         raise UserError(
-            f"--planner {planner!r} plans for agent.name='agentflow', which is "
-            f"{config.agent.name!r}"
+            f"--planner {planner!r} requires agent.name='agentflow', which is {config.agent.name!r}"
         )
     for role, name in config.roles:
         if name in (POLICY, OWN):
             raise UserError(
-                f"--planner {planner!r}: roles.{role}={name!r} would need the policy too; give "
-                "that role another engine"
+                f"--planner {planner!r}: roles.{role}={name!r} would load the policy too; choose "
+                "another engine for this role"
             )
 
 
@@ -237,7 +239,7 @@ def _check_folder(config: Config, request: Request, pins: Mapping[str, Any]) -> 
         return
     if not request.resume:
         raise UserError(
-            f"--out {request.out} holds an evaluation: go on with it by --resume, or choose "
+            f"--out {request.out} holds an evaluation: continue it with --resume, or choose "
             "another folder"
         )
     recorded_pins: dict[str, Any] = json.loads(manifest_path.read_text()).get("evaluation") or {}
@@ -276,8 +278,8 @@ def _report(
     print(aligned(lines))
     if failed := log.failures:
         print(
-            f"{len(failed)} rollouts failed and have no part in the accuracy ({failed[0]}); "
-            "--resume asks them again",
+            f"{len(failed)} rollouts failed and are excluded from the accuracy ({failed[0]}); "
+            "--resume repeats them",
             file=sys.stderr,
         )
     files = "trajectories.jsonl, summary.json, summary.md, manifest.json"

@@ -112,7 +112,7 @@ class Evaluator:
     """The questions of `eval.benchmarks`, by name."""
 
     def is_due(self, step: int) -> bool:
-        """Tell whether `eval.every` asks for an evaluation after `step`."""
+        """Return whether `eval.every` asks for an evaluation after `step`."""
         interval = self.components.config.eval.every
         return interval > 0 and step % interval == 0
 
@@ -123,7 +123,7 @@ class Evaluator:
         return [self._split(MAIN_SPLIT, step), *self.benchmark_parts(step)]
 
     def parts_of_ends(self) -> list[Part]:
-        """Return what is asked before and after training: every split, sampled and greedy, and the
+        """Return the parts before and after training: all splits, sampled and greedy, and
         benchmarks.
         """
         splits = self.components.tasks.held_out
@@ -144,8 +144,8 @@ class Evaluator:
     def measured(
         self, step: int, rollouts: PartRollouts, versions: Mapping[str, float] | None = None
     ) -> Measured:
-        """Compute what rollouts of `parts(step)` show; `versions`: metrics of `version_metrics`,
-        where nodes sampled.
+        """Return the findings of rollouts of `parts(step)`; `versions`: of `version_metrics`, if
+        any.
         """
         results = self.results(self.parts(step), rollouts)
         main = results[held_out_name(MAIN_SPLIT)]
@@ -244,8 +244,8 @@ class Evaluator:
         cures = {
             "time": (
                 stats.out_of_time_share,
-                f"see rollout.request_timeout_s={rollout.request_timeout_s:g}, in which a response "
-                f"also waits its turn, and rollout.max_in_flight={rollout.max_in_flight}",
+                f"see rollout.request_timeout_s={rollout.request_timeout_s:g}, which includes the "
+                f"wait for a free slot, and rollout.max_in_flight={rollout.max_in_flight}",
             ),
             "the model's positions": (
                 stats.out_of_positions_share,

@@ -107,16 +107,12 @@ class PoolEvaluations:
             self._end = self._begin(_Evaluation(step, parts, at_end=True, is_known=False))
 
     def wait_until_asked(self) -> None:
-        """Wait until the service knows what was asked. KeyboardInterrupt when the run is asked to
-        end.
-        """
+        """Wait until the service has the requests; KeyboardInterrupt if the run should end."""
         for evaluation in (*self._pending, *([self._end] if self._end else [])):
             self._settle(evaluation.asking, evaluation)
 
     def complete(self) -> Iterator[tuple[int, PartRollouts]]:
-        """Take the evaluations that are complete, with their steps, in the order in which they were
-        asked for.
-        """
+        """Return the complete evaluations with their steps, in the order of the requests."""
         while self._pending:
             evaluation = self._pending[0]
             is_answered = evaluation.answered.done()
@@ -130,16 +126,14 @@ class PoolEvaluations:
             yield from self._take()
 
     def wait(self) -> Iterator[tuple[int, PartRollouts]]:
-        """Wait for all that `ask` has asked for, and take it. KeyboardInterrupt when the run is
-        asked to end.
+        """Wait for all of `ask`'s evaluations and return them; KeyboardInterrupt if the run should
+        end.
         """
         while self._pending:
             yield from self._take()
 
     def wait_for_end(self, step: int) -> PartRollouts:
-        """Wait for what `ask_at_end` has asked for. KeyboardInterrupt when the run is asked to
-        end.
-        """
+        """Wait for the evaluation of `ask_at_end`; KeyboardInterrupt if the run should end."""
         assert self._end is not None and self._end.step == step, "it was asked for"
         return self._rollouts(self._end)
 
@@ -237,7 +231,7 @@ class PoolEvaluations:
                 if evaluation.left.get(part.name) != num_left:
                     evaluation.left[part.name], evaluation.moved = num_left, time.monotonic()
                 if self._has_ended.wait(pause_s):
-                    raise Unavailable("nobody waits for this evaluation any longer")
+                    raise Unavailable("the trainer no longer waits for this evaluation")
                 pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
             evaluation.left[part.name] = 0
         return True
@@ -271,7 +265,7 @@ def _rollouts(part: Part, result: EvalResult) -> tuple[Trajectory, ...]:
     return tuple(
         Trajectory(
             *(task, (), "", 0.0, derive_seed(part.seed, result.index, task.id, number)),
-            error="nodes: none of them could do it",
+            error="no node could answer the question",
         )
         for number in range(part.settings.trials)
     )

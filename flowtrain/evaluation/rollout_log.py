@@ -1,6 +1,4 @@
-"""Rollouts that are asked for once: each is scored and written down as it ends, so that nothing is
-asked twice, not even after a crash.
-"""
+"""Rollouts that run once, even across crashes: each is scored and logged as it ends."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[Key]):
-    """One rollout to be made."""
+    """A rollout to perform."""
 
     key: Key
     """Its name in the log."""
@@ -48,9 +46,9 @@ class Entry:
 
     task_id: str
     error: str
-    """Why the rollout failed; "" when it did not. One that failed may be asked for again."""
+    """Why the rollout failed, which may be repeated; "" for a finished one."""
     reward: float | None
-    """None when it failed."""
+    """None for a failed rollout."""
     scored_by: str
     seconds: float
     usage: Usage
@@ -102,7 +100,7 @@ class RolloutLog(ABC, Generic[Key]):
         """Return what a line says of a rollout; "step" must be among it."""
 
     def is_done(self, key: Key) -> bool:
-        """Tell whether there is a rollout that did not fail."""
+        """Return whether there is a rollout that did not fail."""
         return key in self.entries and not self.entries[key].error
 
     def repair(self) -> None:

@@ -92,9 +92,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A planner with a budget of turns on one benchmark. Failed rollouts are in `num_failed` and
-    nowhere else.
-    """
+    """A planner with a turn limit on a benchmark. Only `num_failed` counts failed rollouts."""
 
     planner: str
     max_turns: int
@@ -114,8 +112,7 @@ class Score:
     seconds_mean: float
     """Per rollout, while others ran beside it."""
     frozen_tokens_mean: float
-    """Prompts and replies of frozen models (modules, tools, judge, a frozen planner), per rollout.
-    """
+    """Prompts and replies of frozen models (modules, tools, judge, planner), per rollout."""
     cost: float
     """Price of all rollouts, by the prices in [engines]."""
     scored_by: dict[str, int]
@@ -184,9 +181,9 @@ def summarise(
 def wilson(share: float, num_questions: int) -> tuple[float, float]:
     """Compute Wilson's score interval of a mean of `num_questions` numbers from 0 to 1.
 
-    It says how far the accuracy may be from that over all questions of the kind. The questions are
-    the sample, however many trials each had: several trials, or partial credit, make the mean more
-    exact than the interval says, never less.
+    The interval bounds the accuracy over all questions of this kind. The questions are the sample,
+    whatever the number of trials: several trials or partial credit make the mean more exact than
+    the interval says, never less.
     """
     z = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     shrink = 1 + z * z / num_questions

@@ -1,1 +1,1 @@
-"""Engines that sample: the protocol, torch, vLLM and chat engines, and one factory for them."""
+"""Sampling engines: the protocol, the torch, vLLM and chat engines, and their factory."""

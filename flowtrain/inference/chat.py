@@ -1,4 +1,4 @@
-"""The protocol of chat models, text in and text out, and the meter of what they cost."""
+"""The protocol of chat models, text in and text out, and the meter of their cost."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Protocol
 
 
 class ChatEngine(Protocol):
-    """A model behind frozen modules, tools and the judge: one that is not trained, or the policy if
-    its tokens are not.
+    """A model for frozen modules, tools and the judge: a frozen model, or the policy without
+    training its tokens.
     """
 
     @property
     def name(self) -> str:
-        """Engine, model and settings, as caches and manifests name them."""
+        """Engine, model and settings, which identify it in caches and manifests."""
 
     async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-        """Reply to one user message. Raises EngineError when there is no reply by the deadline."""
+        """Return the reply to one user message. Raises EngineError without a reply by the
+        deadline.
+        """
 
 
 @dataclass(slots=True)
@@ -36,8 +38,8 @@ _usage: ContextVar[Usage | None] = ContextVar("usage", default=None)
 
 @contextmanager
 def metered() -> Iterator[Usage]:
-    """Accumulate the usage of all chat requests made inside the block, child tasks included. Wrap
-    each rollout's task to meter it alone.
+    """Accumulate the usage of all chat requests inside the block, including child tasks. Wrap the
+    task of a rollout to meter it separately.
     """
     usage = Usage()
     token = _usage.set(usage)
@@ -49,7 +51,7 @@ def metered() -> Iterator[Usage]:
 
 @dataclass(slots=True)
 class Meter:
-    """Requests to a model since it started, and their cost."""
+    """Counts requests to a model since its start, and their cost."""
 
     price_in: float = 0.0
     """Price of a million prompt tokens."""
@@ -58,7 +60,7 @@ class Meter:
     requests: int = 0
     retries: int = 0
     failures: int = 0
-    """Requests that got no reply."""
+    """Requests without a reply."""
     prompt_tokens: int = 0
     reply_tokens: int = 0
 

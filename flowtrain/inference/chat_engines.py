@@ -1,4 +1,4 @@
-"""Start the language models that `[roles]` names, each of them once."""
+"""Start of the language models in `[roles]`, each of them once."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     import torch
 
 POLICY = "policy"
-"""The name that a role uses for the current planner."""
+"""The name of the current planner in a role."""
 TOOL = "tools.{}"
 """The role of the model inside a tool that has one of its own (agent.tool_engines)."""
 TEACHER = "teacher"
 """The role of the model that demonstrates (rft.expert), or that distill.teacher names."""
 _NEED = "which a model behind a role needs"
 _WITHOUT_POLICY = ("judge",)
-"""Roles that the policy may not have."""
+"""Roles for which the policy is not allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatEngines:
-    """The models behind the roles; close them when done."""
+    """The models of the roles; the owner closes them."""
 
     started: Mapping[str, Endpoint | TokenChat]
     """By the name in [engines], or "policy"."""
@@ -38,7 +38,7 @@ class ChatEngines:
     """The engine of every role that has one; roles that name the same engine share it."""
 
     def bind(self, policy: Engine) -> None:
-        """Set the policy's engine, which starts later than the tools that use it."""
+        """Set the policy's engine, which starts after the tools that use it."""
         chat = self.started.get(POLICY)
         if isinstance(chat, TokenChat):
             chat.engine = policy
@@ -52,15 +52,15 @@ class ChatEngines:
         }
 
     def sleep(self) -> None:
-        """Let the models that vLLM runs here give up memory until the next request; the policy's
-        engine belongs to the caller of `bind`.
+        """Release the memory of local vLLM models until the next request; the caller of `bind` owns
+        the policy's engine.
         """
         for name, chat in self.started.items():
             if name != POLICY and isinstance(chat, TokenChat) and chat.engine is not None:
                 chat.engine.sleep()
 
     def close(self) -> None:
-        """Close all engines but the policy's, which belongs to the caller of `bind`."""
+        """Close all engines except the policy's, which the caller of `bind` owns."""
         for name, chat in self.started.items():
             if name != POLICY:
                 chat.close()
@@ -77,12 +77,11 @@ def make_chat_engines(
     device: torch.device,
     others: Mapping[str, str] | None = None,
 ) -> ChatEngines:
-    """Start the models that the roles name, and those of `others`, roles outside of `[roles]` with
-    their names in [engines]. `tokenizer` is the planner's, None where no role names the policy;
-    frozen models compute on `device`.
+    """Start the models of `[roles]` and of `others` (further roles with names in [engines]).
+    `tokenizer` is the planner's, or None if no role is the policy; frozen models compute on
+    `device`.
 
-    Raises UserError for a role that names no engine, and for an engine that cannot start: no key,
-    no model, no chat template.
+    Raises UserError for an unknown engine, and for an engine without a key, model or chat template.
     """
     roles = {
         role: name for role, name in config.roles.model_dump().items() if name not in NO_ENGINE
@@ -107,8 +106,8 @@ def _check_roles(config: Config, roles: Mapping[str, str]) -> None:
     reserved = [name for name in config.engines if name in (*NO_ENGINE, POLICY)]
     if reserved:
         raise UserError(
-            f"[engines.{reserved[0]}] needs another name: roles use {reserved[0]!r} for something "
-            "else"
+            f"[engines.{reserved[0]}] needs another name, because {reserved[0]!r} is a reserved "
+            "word of roles"
         )
     for role, name in roles.items():
         if name not in config.engines and (name != POLICY or role in _WITHOUT_POLICY):
@@ -124,7 +123,7 @@ def _check_roles(config: Config, roles: Mapping[str, str]) -> None:
 def _check_tool(config: Config, tool: str, name: str) -> None:
     key = f"agent.tool_engines.{tool}={name!r}"
     if tool not in {name.rpartition(":")[2] for name in config.agent.tools}:
-        raise UserError(f"{key}: agent.tools={list(config.agent.tools)} has no such tool")
+        raise UserError(f"{key}: agent.tools={list(config.agent.tools)} does not include this tool")
     if name not in config.engines:
         known = ", ".join(config.engines) or "nothing yet"
         raise UserError(f"{key} must be a name in [engines], which holds {known}")

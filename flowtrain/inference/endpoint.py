@@ -1,8 +1,7 @@
 """A chat model behind an endpoint that speaks OpenAI's chat completions.
 
-The client is httpx2, which OpenAI's own package is built on. That package retries a failed request,
-but not a reply that breaks off, knows no deadline for all attempts together, and reads a body of
-any size.
+The client is httpx2, which OpenAI's own package is built on. OpenAI's package retries a failed
+request but not a truncated reply, has no deadline over all attempts, and reads bodies of any size.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from flowtrain.utils.text import encodable
 
 T = TypeVar("T")
 _MAX_BYTES = 8 * 2**20
-"""Longest reply, after decompression, where nothing else is said."""
+"""Longest reply in bytes, after decompression, unless a request expects more."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _CLOSE_S = 5.0
 _REFUSED = (401, 403, 404)
-"""Status of a wrong key, model or address."""
+"""HTTP status for a wrong key, model or address."""
 _MOST_TOKENS = 1 << 40
-"""Most tokens of a request; an endpoint that claims more, or less than none, is not believed."""
+"""Largest plausible number of tokens of a request; other claims of an endpoint are ignored."""
 
 
 class _Dead(Transient):
@@ -45,7 +44,7 @@ class _Dead(Transient):
 
 
 class Endpoint:
-    """See `ChatEngine`."""
+    """A chat model behind an endpoint; implements `ChatEngine`."""
 
     def __init__(self, label: str, options: Chat) -> None:
         """`label` is its name in [engines]. Raises UserError for a missing key or model, and for a
@@ -72,8 +71,8 @@ class Endpoint:
         )
 
     async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-        """Raises EngineError, and UserError when ever since the start the endpoint has refused the
-        key, the model or the address, or no server was there.
+        """Raises EngineError, or UserError if the endpoint has rejected the key, model or address,
+        or has not responded, ever since the start.
         """
         return await self.post("chat/completions", self._body(prompt, seed), _parse, deadline_s)
 
@@ -85,9 +84,9 @@ class Endpoint:
         deadline_s: float,
         max_bytes: int = 0,
     ) -> T:
-        """Ask for anything below the endpoint's address; raises as `ask` does.
+        """Send a request to a path below the endpoint's address; raises as `ask` does.
 
-        `parse` returns what a reply holds and its numbers of prompt and reply tokens, or raises
+        `parse` returns the content of a reply and its numbers of prompt and reply tokens, or raises
         EngineError.
         """
         self.meter.requests += 1
@@ -125,7 +124,7 @@ class Endpoint:
         }
 
     async def _reply(self, attempt: Callable[[], Awaitable[T]], deadline: float) -> T:
-        """Attempt until one succeeds, one fails for good, or the time is up."""
+        """Retry until success, a permanent failure, or the deadline."""
         try:
             return await retried(
                 attempt,
@@ -133,18 +132,18 @@ class Endpoint:
                 (_FIRST_PAUSE_S, _LONGEST_PAUSE_S),
                 max_retries=self._options.max_retries,
                 on_retry=self._note_retry,
-                silence="it is silent, or other requests took all the time",
+                silence="the endpoint is silent, or other requests used up the time",
             )
         except GaveUp as end:
             if isinstance(end.failure, _Dead) and not self._has_answered:
                 raise UserError(
-                    f"engines.{self._label}.base_url={self._options.base_url!r}: no server is "
-                    f"there: {end}"
+                    f"engines.{self._label}.base_url={self._options.base_url!r}: no server "
+                    f"responds: {end}"
                 ) from None
             raise EngineError(str(end)) from None
 
     def _note_retry(self, _num_failures: int, failure: Transient) -> None:
-        """Count a retry, and say once that nobody has ever been there."""
+        """Count a retry, and report once that no server has ever responded."""
         self.meter.retries += 1
         if isinstance(failure, _Dead) and not self._has_answered and not self._has_warned:
             self._has_warned = True
@@ -176,7 +175,7 @@ class Endpoint:
             raise Transient(problem, retry_after_s(response.headers.get("retry-after", "")))
         if status in _REFUSED and not self._has_answered:
             raise UserError(
-                f"engines.{self._label}: {url} answers HTTP {status} to model "
+                f"engines.{self._label}: {url} answers with HTTP {status} for model "
                 f"{self._options.model!r}: {shown(content)}"
             )
         if status != 200:
@@ -196,8 +195,8 @@ def _headers(label: str, options: Chat) -> dict[str, str]:
     key = os.environ.get(variable, "").strip() if variable else ""
     if variable and not (key and key.isascii() and key.isprintable()):
         raise UserError(
-            f"engines.{label}.api_key_env={variable!r}: this environment variable holds no key; "
-            "set it, or api_key_env = '' for none"
+            f"engines.{label}.api_key_env={variable!r}: this environment variable is not set; set "
+            "it to the API key, or set api_key_env = '' if the endpoint needs none"
         )
     return {"Accept-Encoding": ACCEPT_ENCODING} | (
         {"Authorization": f"Bearer {key}"} if key else {}
@@ -221,7 +220,7 @@ def parse_json(content: bytes) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
-        raise EngineError(f"a reply that is no JSON: {shown(content)}") from None
+        raise EngineError(f"a reply that is not JSON: {shown(content)}") from None
 
 
 def usage(reply: Any) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Build the engine that samples from a model: from a policy, or from a frozen chat model."""
+"""Construction of the engine of a policy or of a frozen chat model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ModelSpec:
     key: str
     """The option that names the path."""
     path: str
-    """Folder or hub name of the model; "tiny": one that is made here."""
+    """Folder or hub name of the model; "tiny": a new model."""
     tokenizer: PreTrainedTokenizerFast
     shape: PretrainedConfig
     generation: GenerationConfig
@@ -61,15 +61,15 @@ class ModelSpec:
 
     @classmethod
     def load(cls, key: str, path: str, any_attention: bool = False) -> ModelSpec:
-        """Load the spec of a folder or hub name. `any_attention`: allow layers that vLLM alone can
-        compute. Raises UserError that names the option.
+        """Return the spec of a folder or hub name. `any_attention`: allow layers that only vLLM can
+        compute. Raises UserError, which names the option.
         """
         if not path:
             raise UserError(f"{key} must be the folder or hub name of a model")
         shape = load_config(path, key, trained=not any_attention)
         tokenizer = models.load_tokenizer(path, key)
         if not hasattr(shape, "max_position_embeddings"):
-            raise UserError(f"{key}={path!r} does not say how many positions the model has")
+            raise UserError(f"{key}={path!r} has a config without the number of positions")
         folder = home(path, key, _GENERATION)
         generation = GenerationConfig.from_model_config(shape)  # a model need not have another
         # A file that is there must be readable; one that is missing is no mistake.
@@ -90,7 +90,7 @@ class ModelSpec:
         return int(self.without_weights().num_parameters())
 
     def layout(self, dtype: torch.dtype, lora: Lora) -> str:
-        """Return the `layout_digest` of the model, as a trainer with these options has it."""
+        """Return the `layout_digest` of the model under a trainer with these options."""
         model = self.without_weights()
         base = ""
         if lora.sync == "adapter":
@@ -99,7 +99,7 @@ class ModelSpec:
         return models.layout_digest(model, self.tokenizer, dtype, base)
 
     def adapters(self, lora: Lora, dtype: torch.dtype) -> AdapterSpec:
-        """Return the spec of the model's adapters, as a trainer with these options has them."""
+        """Return the spec of the model's adapters under a trainer with these options."""
         model = self.without_weights()
         add_adapter(model, lora, self.path)
         tensors = adapter_weights(model).items()
@@ -122,7 +122,7 @@ def _check_tokens(
     shape: PretrainedConfig,
     generation: GenerationConfig,
 ) -> None:
-    """Raise UserError where a reply ends with a token that has no embedding, or follows one."""
+    """Raise UserError if a reply ends with, or follows, a token without an embedding."""
     used = dict.fromkeys(stop_ids(generation, tokenizer), "ends replies with")
     # The template may be used for nothing.
     with reading(f"{label} has a tokenizer that fails"), suppress(*TEMPLATE_ERRORS):
@@ -144,14 +144,14 @@ def make_engine(
     chat: Chat | None = None,
     records_entropies: bool = False,
 ) -> Engine:
-    """Build the engine that samples from `model`.
+    """Return the engine that samples from `model`.
 
     Args:
         config: chooses the engine of a policy in [rollout], and how vLLM runs in [vllm].
-        store: gives the weights by version; None: they are those at the model's path for good.
-        chat: options of a frozen chat model, which choose its engine and how many replies it
-            samples at a time; None: the model is a policy.
-        records_entropies: completions hold the sampler's entropies (a model with a store).
+        store: the store of weight versions; None: the fixed weights at the model's path.
+        chat: options of a frozen chat model, which select its engine and concurrency; None: the
+            model is a policy.
+        records_entropies: calls hold the sampler's entropies (for a model with a store).
     """
     kind = config.rollout.engine if chat is None else chat.kind
     has_adapter = store is not None and config.lora.sync == "adapter"
@@ -197,8 +197,8 @@ def make_engine(
 
 
 def shared_policies(config: Config, policies: Mapping[PolicyName, ModelSpec]) -> list[PolicyName]:
-    """Return the policies that one vLLM serves: adapters of the model at model.path, and frozen
-    policies that are this model.
+    """Return the policies that one vLLM can serve: adapters of the model at model.path, and frozen
+    policies with this model.
     """
     if config.rollout.engine != "vllm" or config.lora.sync != "adapter":
         return []
@@ -213,13 +213,13 @@ def make_adapter_engines(
     *,
     records_entropies: bool = False,
 ) -> dict[str, Engine]:
-    """Start one vLLM for policies that are adapters ([lora]) of one model, and return the engine of
-    each.
+    """Start one vLLM for policies that are adapters ([lora]) of one model, and return each policy's
+    engine.
 
     Args:
-        model: vLLM loads its weights from its path, once.
-        stores: versions of each policy's adapter; None: the policy is the model without one.
-        records_entropies: completions hold the sampler's entropies.
+        model: the base model, which vLLM loads once from its path.
+        stores: store of each policy's adapter; None: the policy is the base model.
+        records_entropies: calls hold the sampler's entropies.
     """
     dtype = getattr(torch, config.model.dtype)
     shared = replace(
@@ -243,7 +243,7 @@ def _vllm_model(
         )
     is_cpu = device.type == "cpu"
     if is_cpu and options.sleep:
-        raise UserError("vllm.sleep=true needs a GPU: on a CPU vLLM cannot give its memory back")
+        raise UserError("vllm.sleep=true needs a GPU: on a CPU vLLM cannot release its memory")
     _check_parallel(options.tensor_parallel_size, model, device)
     if is_cpu:
         environment = cpu_environment(torch.get_num_threads())
@@ -266,8 +266,8 @@ def _is_mixture(model: ModelSpec) -> bool:
 
 
 def _weights_of(model: ModelSpec, config: Config) -> str | PreTrainedModel:
-    """Return the path of the model's weights, or a model that vLLM would load otherwise: with a
-    saved adapter merged into it, or with a head of its own that its config denies.
+    """Return the path of the model's weights, or a model that vLLM would load wrongly: with a saved
+    adapter to merge, or with a separate head that its config denies.
     """
     if not Path(model.path).is_dir():
         return model.path
@@ -281,7 +281,7 @@ def _weights_of(model: ModelSpec, config: Config) -> str | PreTrainedModel:
 
 
 def _check_parallel(size: int, model: ModelSpec, device: torch.device) -> None:
-    """Raise UserError where the model or the GPUs cannot be divided among `size` workers."""
+    """Raise UserError if the model or the GPUs do not divide among `size` workers."""
     for key in ("num_attention_heads", "intermediate_size"):
         number = getattr(model.shape, key, 0)
         if number % size:
@@ -292,13 +292,13 @@ def _check_parallel(size: int, model: ModelSpec, device: torch.device) -> None:
     index = device.index or 0
     if device.type == "cuda" and index + size > torch.cuda.device_count():
         raise UserError(
-            f"vllm.tensor_parallel_size={size} takes GPUs {index} to {index + size - 1}, and there "
-            f"are {torch.cuda.device_count()}"
+            f"vllm.tensor_parallel_size={size} takes GPUs {index} to {index + size - 1}, but this "
+            f"machine has {torch.cuda.device_count()}"
         )
 
 
 def _location(store: Source | None) -> str:
-    """Name the store for a process with another working folder."""
+    """Return the location of the store for a process with another working folder."""
     if store is None:
         return ""
     return str(store.root.resolve()) if isinstance(store, WeightStore) else str(store)

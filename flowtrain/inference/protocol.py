@@ -1,4 +1,4 @@
-"""The engine protocol: what the flow and the trainer ask of an engine."""
+"""The engine protocol: the interface that agents and the trainer require of an engine."""
 
 from __future__ import annotations
 
@@ -10,53 +10,56 @@ from flowtrain.records import Call, Sample, Sampling
 
 
 class EngineError(RuntimeError):
-    """An engine failed for good."""
+    """A permanent failure of an engine."""
 
 
 class Scorer(Protocol):
-    """Tells log-probs of tokens that are there already."""
+    """Computes log-probs of given tokens."""
 
     async def score(
         self, samples: Sequence[Sample], temperature: float
     ) -> tuple[int, list[tuple[float, ...]]]:
-        """Score the responses of samples, all by the same weights.
+        """Score the responses of samples, all under the same weights.
 
-        Returns the weights' version, and a log-prob per response token of each sample, in order.
+        Returns the version of the weights, and one log-prob in nats per response token of each
+        sample, in order.
         """
 
 
 class Engine(Scorer, Protocol):
-    """Tokens in, tokens out, at a known weight version."""
+    """Samples token ids from token ids, at a known weight version."""
 
     @property
     def version(self) -> int:
-        """Version of the weights that sample now."""
+        """Version of the weights that sample currently."""
 
     @property
     def max_tokens(self) -> int:
-        """Longest prompt and response together."""
+        """Largest total number of prompt and response tokens."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Call:
-        """Sample one response and answer by `sampling.deadline_s`, even with part of it."""
+        """Sample and return one response within `sampling.deadline_s` seconds, if necessary a
+        partial one.
+        """
 
     def load(self, version: int) -> None:
-        """Bring the weights to a version of the store."""
+        """Update the weights to a version of the store."""
 
     def sleep(self) -> None:
-        """Give up memory until the next load or request, if the engine can; no request may be under
-        way.
+        """Release memory until the next load or request, if the engine supports it; no request may
+        be running.
         """
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last load and the counts of failures so far."""
+        """Return the metrics of the last load and the number of failures so far."""
 
     def close(self) -> None:
-        """Free what the engine holds; it is not used any more."""
+        """Release the engine's resources; no call may follow."""
 
 
 @dataclass(slots=True)
 class NoEngine:
-    """The engine of a rank that only trains: no request comes to it."""
+    """The engine of a rank that only trains and so receives no requests."""
 
     max_tokens: int
     version: int = 0
@@ -73,10 +76,10 @@ class NoEngine:
         self.version = version
 
     def sleep(self) -> None:
-        """It holds nothing."""
+        """Do nothing: there is no memory to release."""
 
     def metrics(self) -> dict[str, float]:
         return {}
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: there are no resources to release."""

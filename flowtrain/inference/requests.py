@@ -1,6 +1,4 @@
-"""Rules about requests that all engines share: which ones fit, where a response ends, and what is
-told of it.
-"""
+"""Shared rules of engines: valid requests, the end of a response, and the record of a call."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from flowtrain.records import (
 )
 
 _SLACK = 8
-"""Tokens that a tokenizer may decode otherwise for standing first."""
+"""Number of leading tokens that a tokenizer may decode differently."""
 
 
 _ROUNDING = 1e-4
@@ -38,15 +36,15 @@ class Decodes(Protocol):
 
 
 def check_request(prompt_ids: Sequence[int], sampling: Sampling, max_tokens: int) -> None:
-    """Raises UserError when prompt and response do not fit into `max_tokens`, when one of them has
-    no token, and for top-p without top-k.
+    """Raise UserError if prompt and response exceed `max_tokens`, if either is empty, and for top-p
+    without top-k.
     """
     num_prompt = len(prompt_ids)
     num_new = sampling.max_new_tokens
     if num_prompt < 1 or num_new < 1 or num_prompt + num_new > max_tokens:
         raise UserError(
-            f"a prompt of {num_prompt} tokens with max_new_tokens={num_new} does not fit: "
-            f"both must be at least 1 and together at most {max_tokens}"
+            f"a prompt of {num_prompt} tokens with max_new_tokens={num_new} does not fit: both "
+            f"must be at least 1 and their sum at most {max_tokens}"
         )
     if sampling.top_p < 1 and not sampling.top_k:
         raise UserError(
@@ -55,8 +53,8 @@ def check_request(prompt_ids: Sequence[int], sampling: Sampling, max_tokens: int
 
 
 def stop_ids(generation_config: object, tokenizer: Decodes) -> frozenset[int]:
-    """Return the tokens that end a response: those of the model's generation config, the
-    tokenizer's, and the one that its chat template closes a reply with.
+    """Return the tokens that end a response: from the generation config, the tokenizer, and the
+    chat template's end of a reply.
     """
     eos = getattr(generation_config, "eos_token_id", None)
     model_ids = [eos] if isinstance(eos, int) else list(eos or [])
@@ -65,7 +63,7 @@ def stop_ids(generation_config: object, tokenizer: Decodes) -> frozenset[int]:
 
 
 def name_stop_ids(generation_config: Any, tokenizer: Decodes) -> None:
-    """Add to a generation config what it lacks of the `stop_ids`, behind its own."""
+    """Append missing `stop_ids` to a generation config."""
     eos = generation_config.eos_token_id
     model_ids = [eos] if isinstance(eos, int) else list(eos or [])
     if missing := sorted(stop_ids(generation_config, tokenizer).difference(model_ids)):
@@ -74,9 +72,7 @@ def name_stop_ids(generation_config: Any, tokenizer: Decodes) -> None:
 
 
 def hits_stop_string(ids: Sequence[int], stop_strings: Sequence[str], tokenizer: Decodes) -> bool:
-    """Return whether the last token of a response completes a stop string; the prompt does not
-    count.
-    """
+    """Return whether the last token of a response completes a stop string outside of the prompt."""
     return bool(stop_strings) and _hits(ids, len(ids), stop_strings, tokenizer)
 
 
@@ -103,8 +99,8 @@ def stop_place(
 
 
 class FlatLogprobs(Protocol):
-    """vLLM's log-probs: for each sampled token its own entry, then one for each of the most likely
-    tokens, from likely to unlikely.
+    """vLLM's log-probs: for each sampled token its own entry, then the most likely tokens in
+    descending order.
     """
 
     start_indices: list[int]
@@ -114,11 +110,11 @@ class FlatLogprobs(Protocol):
 
 
 def kept_sets(flat: FlatLogprobs) -> list[list[int]]:
-    """Return the tokens that could be sampled at each position; the others, which come after them,
-    have log-prob -inf.
+    """Return the tokens that could be sampled at each position; the remaining entries have log-prob
+    -inf.
 
-    More tokens may tie with the last than were asked for. What is known of such a set lacks the
-    sampled token here, so that its sample is left out as `FilterReason.TOKEN`.
+    More tokens can tie with the last one than the request asked for. The sampled token is left out
+    of such an incomplete set, so that its sample is excluded as `FilterReason.TOKEN`.
     """
     kept = []
     for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
@@ -141,7 +137,7 @@ def answer(
     entropies: Sequence[float] = (),
     routes: Routes | None = None,
 ) -> Call:
-    """Build the record of a prompt and its response `ids`.
+    """Return the call of a prompt and its response `ids`.
 
     Args:
         labels: (version, first token) of each span, in order.

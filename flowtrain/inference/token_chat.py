@@ -1,5 +1,5 @@
-"""Chat over an engine of tokens: with the policy if its tokens are not trained, and with frozen
-models in this process or in vLLM.
+"""Chat over a token engine: with the policy, without training its tokens, and with frozen models in
+this process or in vLLM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TEMPLATE_ERRORS = (
     *(TemplateError, TypeError, ValueError, LookupError),
     *(ArithmeticError, AttributeError, RecursionError),
 )
-"""Errors of a chat template, a program of the model's maker, for messages that it refuses."""
+"""Errors that a chat template raises for messages that it rejects."""
 
 
 class ChatTokenizer(Protocol):
@@ -40,7 +40,7 @@ class ChatTokenizer(Protocol):
 
 
 def pass_to_template(tokenizer: ChatTokenizer, options: Mapping[str, Any]) -> None:
-    """Let a tokenizer give its chat template these options whenever it renders."""
+    """Make a tokenizer pass these options to its chat template."""
     if options:
         render = partial(type(tokenizer).apply_chat_template, tokenizer, **options)
         tokenizer.apply_chat_template = render  # type: ignore[method-assign]
@@ -56,7 +56,7 @@ def render_template(
     """Render messages by a chat template, without a tokenizer but with its special tokens by name;
     with `reply` up to where the reply begins.
 
-    Raises whatever the template does, which is a program of the model's maker.
+    Raises any error of the template, which is third-party code.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -68,7 +68,7 @@ def render_template(
 
 
 def chat_text(tokenizer: ChatTokenizer, message: str) -> Rendered:
-    """Render one user message, up to where the reply begins; its special tokens are marked."""
+    """Render one user message up to the start of the reply, with marked special tokens."""
     content = special_tokens(tokenizer).marked(message)
     return Rendered(
         tokenizer.apply_chat_template(
@@ -78,16 +78,18 @@ def chat_text(tokenizer: ChatTokenizer, message: str) -> Rendered:
 
 
 def encode_chat(tokenizer: ChatTokenizer, message: str) -> list[int]:
-    """Encode one user message, up to where the reply begins; none of its tokens is special."""
+    """Return the ids of one user message up to the start of the reply; no token in it is
+    special.
+    """
     return encode_plain(tokenizer, chat_text(tokenizer, message))
 
 
 def check_template(tokenizer: ChatTokenizer, key: str, path: str, need: str) -> None:
-    """Raise UserError for a tokenizer without a chat template that shows a user's message.
+    """Raise UserError unless the tokenizer has a chat template that renders a user message.
 
     Args:
         key: the option that names the path.
-        need: what the template is for: "which agent.prompt='full' needs".
+        need: the purpose of the template: "which agent.prompt='full' needs".
     """
     if not tokenizer.chat_template:
         raise UserError(f"{key}={path!r} has no chat template, {need}")
@@ -98,12 +100,12 @@ def check_template(tokenizer: ChatTokenizer, key: str, path: str, need: str) -> 
         reason = one_line(error)
         raise UserError(f"the chat template of {key}={path!r}, {need}, fails: {reason}") from error
     if not is_shown:
-        raise UserError(f"the chat template of {key}={path!r}, {need}, shows no message")
+        raise UserError(f"the chat template of {key}={path!r}, {need}, does not render the message")
 
 
 def message_end(tokenizer: Any) -> int | None:
-    """Return the special token that a chat template closes a reply with, e.g. that of <|im_end|>;
-    None where there is no template, or it writes text there.
+    """Return the special token with which a chat template ends a reply, e.g. <|im_end|>; None
+    without a template or such a token.
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
@@ -120,25 +122,25 @@ def message_end(tokenizer: Any) -> int | None:
 
 
 def reply_end(tokenizer: Any) -> Any:
-    """Return the token that ends a reply: the chat template's, or else the tokenizer's."""
+    """Return the token that ends a reply, from the chat template or else the tokenizer."""
     template_end = _cached_end(tokenizer, tokenizer.chat_template)
     return getattr(tokenizer, "eos_token_id", None) if template_end is None else template_end
 
 
 @lru_cache(maxsize=16)
 def _cached_end(tokenizer: ChatTokenizer, _source: str | None) -> int | None:
-    """Render the template once, and not for each reply that is imitated."""
+    """Return the end of a reply, rendering the template only once."""
     return message_end(tokenizer)
 
 
 class TokenChat:
-    """See `ChatEngine`."""
+    """A chat over a token engine; implements `ChatEngine`."""
 
     def __init__(
         self, label: str, options: Chat, tokenizer: ChatTokenizer, engine: Engine | None = None
     ) -> None:
-        """`options`: only those of sampling count. The policy's engine may be set later, because
-        tools are made before it.
+        """`options`: only the sampling options count. The policy's engine may be set later, because
+        tools exist before it.
         """
         self._label = label
         self._options = options
@@ -154,8 +156,8 @@ class TokenChat:
         return f"{options.model} version {version}, {settings}"
 
     async def ask(self, prompt: str, *, seed: int = 0, deadline_s: float = 60.0) -> str:
-        """Reply, with fewer than `max_tokens` tokens if the prompt leaves no more; a prompt that
-        leaves none is an EngineError.
+        """Return the reply, shortened to the positions that the prompt leaves. Raises EngineError
+        if it leaves none.
         """
         self.meter.requests += 1
         try:
@@ -170,7 +172,7 @@ class TokenChat:
 
     async def _reply(self, prompt: str, seed: int, deadline_s: float) -> str:
         engine, options = self.engine, self._options
-        assert engine is not None, f"{self._label} has no engine yet"
+        assert engine is not None, f"{self._label} has no engine yet: it is still starting"
         prompt_ids = encode_chat(self._tokenizer, prompt)
         max_new_tokens = engine.max_tokens - len(prompt_ids)
         if max_new_tokens < 1:
@@ -187,5 +189,5 @@ class TokenChat:
         call = await engine.generate(prompt_ids, sampling)
         self.meter.count(len(prompt_ids), len(call.response_ids))
         if call.finish_reason is FinishReason.DEADLINE:
-            raise EngineError(f"{self._label}: no whole reply within {deadline_s:g} s")
+            raise EngineError(f"{self._label}: no complete reply within {deadline_s:g} s")
         return self._tokenizer.decode(call.response_ids, skip_special_tokens=True)

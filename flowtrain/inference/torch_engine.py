@@ -1,9 +1,8 @@
 """The embedded engine: any Hugging Face causal LM in this process, on CPU or GPU.
 
-Requests that wait at the same time share a batch, and equal prompts (the G rollouts of a question)
-share its keys and values (`shared_cache.py`). The loop below replaces `model.generate` because it
-shares prompts, drops finished rows and seeds each request by itself: `bench/rollout.py` measures
-both.
+Waiting requests share a batch, and equal prompts (the G rollouts of a question) share keys and
+values (`shared_cache.py`). The loop replaces `model.generate` to share prompts, drop finished rows
+and seed each request separately: `bench/rollout.py` measures both.
 
 N: tokens of a forward pass, B: rows still sampling, V: vocabulary.
 """
@@ -37,24 +36,24 @@ from flowtrain.trainer.walk import passes
 from flowtrain.weights import Loaded, Source, WeightReader
 
 _SCORED_TOKENS = 4096
-"""Tokens of a scoring pass."""
+"""Largest number of tokens per scoring pass."""
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request that waits or is being sampled."""
+    """A waiting or running request."""
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     deadline: float
-    """The time by which the request must be answered, of time.monotonic()."""
+    """Deadline of the request, in time.monotonic()."""
     answer: asyncio.Future[Call]
     version: int
     """Version of the weights that sample it."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept: list[list[int]] = field(default_factory=list)
-    """The tokens that each id was sampled from; empty if these are all tokens."""
+    """The tokens that each id was sampled from; empty for all tokens."""
     entropies: list[float] = field(default_factory=list)
     """Empty unless the engine records them."""
     routes: bytearray = field(default_factory=bytearray)
@@ -63,7 +62,7 @@ class _Request:
 
 
 class TorchEngine:
-    """See `Engine`. The model must be one that `model_check` lets pass."""
+    """An engine in this process; implements `Engine`. The model must pass `model_check`."""
 
     def __init__(
         self,
@@ -78,8 +77,8 @@ class TorchEngine:
     ) -> None:
         """
         Args:
-            store: gives later weights; None: the model's weights never change.
-            version: of the weights that the model has now.
+            store: the store of later weights; None: fixed weights.
+            version: of the model's current weights.
             verify_every: see `WeightReader`.
             records_entropies: fill `Call.entropies`.
         """
@@ -112,10 +111,10 @@ class TorchEngine:
         return int(self._model.config.max_position_embeddings)
 
     def load(self, version: int) -> None:
-        """Bring the model's weights to a version in place: fetch while requests are sampled, write
-        between two batches.
+        """Update the model's weights to a version in place: fetches during sampling, writes between
+        two batches.
         """
-        assert self._reader is not None, "a model without a store is frozen"
+        assert self._reader is not None, "a model without a weight store is frozen at its version"
         wait([self._reader.stage(version)])
         self._thread.submit(self._load, self._reader, version).result()
 
@@ -127,7 +126,7 @@ class TorchEngine:
                 self._version = reader.version
 
     def sleep(self) -> None:
-        """Do nothing: the engine needs its weights and has no cache between batches."""
+        """Do nothing: the engine keeps its weights and has no cache between batches."""
 
     def metrics(self) -> dict[str, float]:
         return {} if self._loaded is None else self._loaded.metrics()
@@ -136,7 +135,7 @@ class TorchEngine:
         self._thread.shutdown(wait=False)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Call:
-        """Raises UserError for a request that `check_request` refuses."""
+        """Raises UserError for a request that `check_request` rejects."""
         check_request(prompt_ids, sampling, self.max_tokens)
         loop = asyncio.get_running_loop()
         request = _Request(
@@ -184,8 +183,8 @@ class TorchEngine:
         return self._version, [tuple(part.tolist()) for part in parts]
 
     def _expire(self, request: _Request) -> None:
-        """Answer a request whose time ran out before its batch came; a request that is being
-        sampled ends by itself.
+        """Answer a request whose deadline passed before its batch; a running request ends by
+        itself.
         """
         if request in self._waiting:
             self._waiting.remove(request)
@@ -193,7 +192,7 @@ class TorchEngine:
             request.answer.set_result(self._answer(request))
 
     async def _run_batches(self) -> None:
-        """Sample batch after batch until no request waits; one task at a time does this."""
+        """Sample batches until no request waits, in one task at a time."""
         loop = asyncio.get_running_loop()
         while self._waiting:
             await asyncio.sleep(0)  # lets every rollout that is ready to ask join this batch
@@ -277,7 +276,7 @@ class TorchEngine:
         return out.logits[0].float()
 
     def _note_routes(self, requests: Sequence[_Request], positions: Iterable[Any]) -> None:
-        """Add to each request the routes of the last pass at its position."""
+        """Append the routes of the last pass to each request."""
         if self._routers:
             routes_NLC = experts.chosen(self._routers).cpu()
             for request, position in zip(requests, positions, strict=True):
@@ -317,7 +316,7 @@ class TorchEngine:
 
 
 class _FrequencyPenalties:
-    """Subtract from the logits of a batch the penalties of tokens that responses have already."""
+    """Subtracts frequency penalties from the logits of a batch."""
 
     def __init__(self, requests: Sequence[_Request], like_BV: Tensor) -> None:
         penalties = [request.sampling.frequency_penalty for request in requests]
@@ -326,11 +325,11 @@ class _FrequencyPenalties:
         self._penalties_BV = like_BV.new_zeros(like_BV.shape if self._is_used else 0)
 
     def subtract(self, logits_RV: Tensor, rows: list[int]) -> Tensor:
-        """Return the logits of some rows of the batch with the penalties taken off."""
+        """Return the logits of some rows minus the penalties."""
         return logits_RV - self._penalties_BV[rows] if self._is_used else logits_RV
 
     def count(self, ids_R: Tensor, rows: list[int]) -> None:
-        """Note the tokens that these rows have sampled."""
+        """Count the tokens that these rows have sampled."""
         if self._is_used:
             row_R = torch.tensor(rows, device=ids_R.device)
             self._penalties_BV[row_R, ids_R] += self._penalty_B[row_R]
@@ -348,8 +347,8 @@ def _entropies(logprob_BV: Tensor) -> Tensor:
 
 
 def _truncate(logprob_BV: Tensor, requests: Sequence[_Request]) -> Tensor:
-    """Return the log-probs among the tokens that top-k and then top-p keep, -inf elsewhere; each
-    truncated request notes its kept tokens.
+    """Return the log-probs over the tokens that top-k and then top-p keep, -inf elsewhere; records
+    each truncated request's kept tokens.
     """
     bounds = [
         (r.sampling.top_k, r.sampling.top_p) if r.sampling.is_truncated else (0, 1.0)
@@ -371,8 +370,8 @@ def _truncate(logprob_BV: Tensor, requests: Sequence[_Request]) -> Tensor:
 
 
 def _choose(logprob_BV: Tensor, is_greedy_B: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample by inverting the distribution function at one uniform number per row; a greedy row
-    takes the most likely token.
+    """Return sampled tokens, by inverting the distribution function at one uniform number per row,
+    or the most likely token of a greedy row.
     """
     cumulative_BV = logprob_BV.exp().cumsum(-1)
     # Stay below the last entry, which rounding can move off 1: then the index is in range, and its
@@ -385,5 +384,5 @@ def _choose(logprob_BV: Tensor, is_greedy_B: Tensor, uniform_B: Tensor) -> tuple
 
 
 def _uniforms(sampling: Sampling, length: int) -> np.ndarray:
-    """Draw the request's own random numbers, fp32 [length]; they do not depend on the batch."""
+    """Return the request's random numbers, fp32 [length], which do not depend on the batch."""
     return np.random.Generator(np.random.Philox(key=sampling.seed)).random(length, dtype=np.float32)

@@ -1,6 +1,6 @@
-"""Measure and tell of a run: the sums of a step, its logs, tables and progress.
+"""Measurement and logging of a run: the sums of a step, its logs, tables and progress.
 
-What needs torch is not imported here.
+This package imports no module that needs torch.
 """
 
 from flowtrain.logging.progress import Progress, ProgressLine

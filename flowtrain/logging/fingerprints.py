@@ -1,4 +1,4 @@
-"""Pins decide the outcome of a run: its manifest holds them, and a resumed run compares them."""
+"""Pins: options that decide a run's outcome, stored in its manifest and compared on resume."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ _SHOWN = 3
 def check_same(
     folder: Path, recorded: Mapping[str, Any], current: Mapping[str, Any], key: str = "--out"
 ) -> None:
-    """Raise UserError that names the first differences, unless both pins are the same; `key` is the
-    option of the folder.
-    """
+    """Raise UserError with the first differences of the pins; `key` is the folder's option."""
     initial, current = flat(recorded), flat(current)
     changes = [
         f"{name} was {_text(initial, name)}, is {_text(current, name)}"
@@ -30,14 +28,14 @@ def check_same(
     if changes:
         text = "; ".join(changes[:_SHOWN])
         raise UserError(
-            f"{folder} was begun with other settings: {text}; go back to them or choose another "
+            f"{folder} was started with other settings: {text}; restore them or choose another "
             f"{key}"
         )
 
 
 def changes(folder: Path, config: Config) -> str:
-    """List the options that are not those with which the run in `folder` began: "train.lr: 0.0001
-    -> 1e-05"; those that its file lacks had their defaults.
+    """Return the options that differ from the start of the run in `folder`: "train.lr: 0.0001 ->
+    1e-05". Options that its file lacks had their defaults.
     """
     recorded: dict[str, Any] = {}
     with suppress(OSError, ValueError):  # a file that was edited since
@@ -54,9 +52,7 @@ def changes(folder: Path, config: Config) -> str:
 
 
 def pinned(config: Config, sections: Collection[str], excluded: Collection[str]) -> dict[str, Any]:
-    """Return the options of some sections as JSON, by dotted key, without those that decide
-    nothing.
-    """
+    """Return the options of some sections as JSON, by dotted key, without irrelevant ones."""
     values = flat(config.model_dump(mode="json", include=set(sections)))
     return {key: value for key, value in values.items() if key not in excluded}
 

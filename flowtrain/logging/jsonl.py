@@ -20,9 +20,7 @@ from flowtrain.utils.files import sync, writing
 
 
 def json_value(value: Any) -> Any:
-    """Convert numbers of any library to Python's own, and non-finite ones to None, which JSON can
-    hold.
-    """
+    """Convert numbers of any library to Python's own, and non-finite ones to None."""
     if isinstance(value, Mapping):
         return {key: json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -45,9 +43,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 def _base(value: Any) -> Any:
-    """Convert what msgspec does not take: numbers of other libraries, and subclasses of Python's
-    own texts and numbers.
-    """
+    """Convert values that msgspec rejects: foreign numbers, and subclasses of str or numbers."""
     if isinstance(value, str):
         return str.__str__(value)
     return int(value) if isinstance(value, numbers.Integral) else json_value(value)
@@ -81,7 +77,7 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the records of the file in order; a torn last line is passed over."""
+    """Read the records of the file in order, skipping a torn last line."""
     for record, _ in read_lines_with_ends(path):
         yield record
 
@@ -137,11 +133,11 @@ def _read(path: Path) -> Iterator[tuple[dict[str, Any] | None, int]]:
 
 
 def _damaged(path: Path, number: int) -> UserError:
-    return UserError(f"{path} line {number} is not a JSON object with a step: delete that line")
+    return UserError(f"{path} line {number} is not a JSON object with a step: delete this line")
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Parse one line; None where the line is torn or was never one of ours."""
+    """Parse one line; None for a torn line or a foreign one."""
     try:
         record = json.loads(line)
     except ValueError:

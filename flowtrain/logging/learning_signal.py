@@ -1,6 +1,4 @@
-"""Watch whether steps have anything to learn from: one without is told at once with its cause, and
-a run of them ends training.
-"""
+"""Steps without a learning signal: reported with their cause; several in a row end a run."""
 
 from __future__ import annotations
 
@@ -16,17 +14,17 @@ from flowtrain.records import Group, TrainBatch, Trajectory, UserError
 _log = logging.getLogger(__name__)
 
 MOST_BROKEN = 3
-"""Steps in a row after which a run ends where something is broken, not too easy or too hard."""
+"""Number of broken steps in a row (not merely too easy or too hard) that ends a run."""
 MOST_FAILED = 0.5
 """Share of the rollouts that may fail: where more do, MOST_BROKEN steps in a row end a run, too. A
 rollout fails by what is around the policy, and those that are left are not like all."""
 _CHARS = 200
-"""Characters of a text that a message has."""
+"""Longest excerpt of a text in a message, in characters."""
 
 
 @dataclass(slots=True)
 class LearningSignal:
-    """Counts the steps in a row that had nothing to learn from."""
+    """Counts consecutive steps without a learning signal."""
 
     config: Config
     is_main: bool
@@ -34,13 +32,13 @@ class LearningSignal:
     num_broken: int = field(default=0, init=False)
     num_failing: int = field(default=0, init=False)
     idle_steps: list[int] = field(default_factory=list, init=False)
-    """All steps since this process began that had nothing to learn from."""
+    """All steps without a learning signal since this process began."""
     last_cause: str = field(default="", init=False)
 
     def watch(self, step: int, total: Tally) -> None:
-        """Look at what all ranks have counted of a step.
+        """Check the counts of a step over all ranks.
 
-        Raises UserError, with the cause, when steps like this one do not end.
+        Raises UserError, with the cause, after too many such steps in a row.
         """
         self._watch_failures(step, total)
         cause = _cause(total)
@@ -70,9 +68,9 @@ class LearningSignal:
             example = "; ".join(total.said.get("failure", ())[:1])
             raise UserError(
                 f"step {step}: {num_failed:.0f} of {num:.0f} rollouts failed, and more than "
-                f"{MOST_FAILED:.0%} in each of {MOST_BROKEN} steps, so that what is trained is not "
-                f"like what is sampled: {example}. docs/hardening.md says what helps; the same "
-                "command with run.resume = 'auto' goes on from the newest checkpoint"
+                f"{MOST_FAILED:.0%} in each of {MOST_BROKEN} steps, so that training sees a "
+                f"biased part of the rollouts: {example}. docs/hardening.md says what helps; the "
+                "same command with run.resume = 'auto' goes on from the newest checkpoint"
             )
 
     def summary(self) -> dict[str, Any]:
@@ -85,11 +83,11 @@ class LearningSignal:
 def count_signal(
     tally: Tally, groups: Sequence[Group], batch: TrainBatch, low: float, has_teacher: bool = False
 ) -> None:
-    """Count what this rank's rollouts have to learn from.
+    """Return counts of the learning signal in this rank's rollouts.
 
     Args:
         low: the reward of a wrong rollout.
-        has_teacher: samples teach whatever they earned.
+        has_teacher: samples are informative whatever their reward.
     """
     rollouts = [trajectory for group in groups for trajectory in group.trajectories]
     counts = {
@@ -108,8 +106,8 @@ def count_signal(
 
 
 def _cause(total: Tally) -> tuple[str, bool] | None:
-    """Return why no token is drawn to or from, and whether something is broken, which does not pass
-    by itself; None where a token is.
+    """Return why no token has a gradient, and whether the cause is a defect that persists; None if
+    a token has one.
     """
     counts = {name: int(number) for name, number in total.sums.items()}
     if counts["signals"]:
@@ -120,10 +118,10 @@ def _cause(total: Tally) -> tuple[str, bool] | None:
     # The first that holds is told, from failed rollouts to samples left out.
     broken = {
         f"all {counts['rollouts']} rollouts failed; {example}": not counts["finished"],
-        "all prompts outgrow the model": not has_tokens
+        "all prompts are longer than the model's positions": not has_tokens
         and counts["outgrown"] == counts["rollouts"],
-        "no response has a token": not has_tokens,
-        f"all {left_out} samples were left out": left_out > counts["num_excluded/empty"]
+        "all responses are empty": not has_tokens,
+        f"all {left_out} samples were excluded": left_out > counts["num_excluded/empty"]
         and not counts["samples"],
     }
     for text, holds in broken.items():
@@ -133,23 +131,28 @@ def _cause(total: Tally) -> tuple[str, bool] | None:
     lowest, highest = min(rewards), max(rewards)
     text = f"all {counts['finished']} rewards are {lowest:g}"
     if lowest < highest:
-        text = f"the rollouts of each question have one reward, from {lowest:g} to {highest:g}"
+        text = (
+            "all rollouts of each question have the same reward; rewards range from "
+            f"{lowest:g} to {highest:g}"
+        )
     if num_malformed := counts["malformed"]:
-        text += f"; of {counts['turns']} actions {num_malformed} could not be read or named no tool"
+        text += (
+            f"; of {counts['turns']} actions {num_malformed} could not be parsed or named no tool"
+        )
     if num_failed := counts["rollouts"] - counts["finished"]:
         text += f"; {num_failed} rollouts failed"
     return text if counts["right"] else f"{text}; {example}", False
 
 
 def _example(rollouts: Sequence[Trajectory], low: float) -> str:
-    """Describe the first rollout that failed, or else that is wrong; "" where none is."""
+    """Describe the first failed or else the first wrong rollout; "" without one."""
     for rollout in rollouts:
         if rollout.error:
             return f"the first failed because of {rollout.error[:_CHARS]!r}"
     for rollout in rollouts:
         if rollout.reward == low:
             return (
-                f"the first is for {rollout.answer[-_CHARS:]!r} to "
+                f"the first answer is {rollout.answer[-_CHARS:]!r} to "
                 f"{rollout.task.question[:_CHARS]!r}, accepted: {rollout.task.answers[:3]!r}"
             )
     return ""

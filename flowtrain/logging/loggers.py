@@ -1,5 +1,5 @@
-"""Places that the numbers of a run go to, beside metrics.jsonl: TensorBoard, Weights & Biases,
-Trackio, and loggers of other packages (entry points `flowtrain.loggers`) or of users' files.
+"""Loggers of a run's metrics beside metrics.jsonl: TensorBoard, Weights & Biases, Trackio, and
+custom ones from entry points `flowtrain.loggers` or user files.
 
 docs/metrics.md shows a logger from end to end.
 """
@@ -35,31 +35,31 @@ _END_S = 30.0
 
 
 class Logger(Protocol):
-    """Gets what a run logs, in the order of its steps; only the main rank has one."""
+    """Receives the metrics of a run in the order of its steps, on the main rank only."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Take the finite numbers of a step; those of an evaluation may come for an earlier one."""
+        """Log the finite numbers of a step; an evaluation may report an earlier step."""
 
     def close(self) -> None:
-        """Write what is not written yet, and end."""
+        """Flush pending metrics and close."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoggerContext:
-    """The parts that a logger is made from."""
+    """The parts that a logger is built from."""
 
     config: Config
     run_dir: Path
     resume_step: int
-    """Step of the checkpoint that is resumed; below 1: the run begins."""
+    """Step of the resumed checkpoint; below 1 for a new run."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The logger's own table, [plugins.NAME]."""
 
 
 def open_loggers(config: Config, run_dir: Path, resume_step: int) -> list[Logger]:
-    """Open the loggers that `[log]` names, but for TensorBoard's, which is `MetricsLog`'s.
+    """Open the loggers of `[log]`, except for TensorBoard, which belongs to `MetricsLog`.
 
-    Raises UserError where one is unknown, its package is missing, or it cannot begin.
+    Raises UserError for an unknown logger, a missing package, or a failed start.
     """
     loggers: list[Logger] = []
     with ExitStack() as cleanup:
@@ -76,7 +76,7 @@ def _load(name: str, context: LoggerContext) -> Logger:
     origin = f"log.loggers={name!r}"
     factory = plugins.load(name, origin, "logger", GROUP, BUILT_IN)
     if not callable(factory):
-        raise UserError(f"{origin} is nothing that makes a logger")
+        raise UserError(f"{origin} is not a callable that creates a logger")
     with foreign(origin):
         logger: Logger = factory(context)
     return logger
@@ -86,9 +86,12 @@ def _load(name: str, context: LoggerContext) -> Logger:
 
 
 def open_tensorboard(run_dir: Path, resume_step: int) -> list[Logger]:
-    """Open TensorBoard's files; none, with a warning, where its package is not installed."""
+    """Open TensorBoard's files; returns [] with a warning if TensorBoard is not installed."""
     if find_spec("tensorboard") is None:
-        _log.warning("no files of TensorBoard without it: pip install 'flowtrain[plots]'")
+        _log.warning(
+            "TensorBoard is not installed, so no event files are written; install it "
+            "with: pip install -e '.[plots]'"
+        )
         return []
     return [TensorBoard(run_dir, resume_step)]
 
@@ -169,7 +172,7 @@ def _package(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise UserError(
-            f"the logger {name!r} is not installed: pip install 'flowtrain[{name}]'"
+            f"the logger {name!r} is not installed: pip install -e '.[{name}]'"
         ) from error
 
 
@@ -180,8 +183,8 @@ def _run_id(path: Path) -> str:
 
 
 class Background:
-    """Calls a logger on a thread of its own: a service that is slow or down costs a run nothing. A
-    logger that fails is left out from then on, with a warning.
+    """Calls a logger on its own thread, so that a slow or unavailable service never delays a run. A
+    failing logger is disabled with a warning.
     """
 
     def __init__(self, name: str, logger: Logger) -> None:
@@ -195,19 +198,23 @@ class Background:
         self._put(lambda: self._logger.log(step, numbers))
 
     def close(self) -> None:
-        """Wait until it is done, for half a minute at most."""
+        """Wait until the logger is done, for at most half a minute."""
         self._waiting.put(self._logger.close)
         self._waiting.put(None)
         self._thread.join(_END_S)
         if self._thread.is_alive():
-            _log.warning("the logger %r has not ended within %g s", self._name, _END_S)
+            _log.warning(
+                "the logger %r did not finish within %g s; its last metrics may be missing",
+                self._name,
+                _END_S,
+            )
 
     def _put(self, work: Callable[[], None]) -> None:
         if self._waiting.qsize() < _MAX_WAITING:
             self._waiting.put(work)
         elif not self._is_full:
             self._is_full = True
-            _log.warning("the logger %r is too slow: it misses numbers", self._name)
+            _log.warning("the logger %r is too slow; some metrics are dropped", self._name)
 
     def _work(self) -> None:
         while (work := self._waiting.get()) is not None:
@@ -219,4 +226,4 @@ class Background:
             except Exception as error:  # noqa: BLE001 - foreign code may fail in any way
                 self._is_off = True
                 reason = one_line(error)
-                _log.warning("the logger %r is left out from now on: %s", self._name, reason)
+                _log.warning("the logger %r failed and is disabled: %s", self._name, reason)

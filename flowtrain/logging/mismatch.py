@@ -1,4 +1,4 @@
-"""A gate that ends a run in which the trainer's log-probs stay apart from the sampler's."""
+"""A gate that ends a run whose trainer's and sampler's log-probs stay apart."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _log = logging.getLogger(__name__)
 MOST_ABOVE = 3
 """Steps in a row above `train.max_mismatch_kl` after which a run ends, or"""
 FAR_ABOVE = 100.0
-"""so many times the limit, which ends it at once."""
+"""multiple of the limit at which a single step ends the run."""
 
 
 @dataclass(slots=True)
 class MismatchGate:
-    """Counts the steps in a row whose tokens trainer and sampler disagree about."""
+    """Counts consecutive steps with a mismatch between trainer and sampler."""
 
     config: Config
     is_main: bool
@@ -28,7 +28,7 @@ class MismatchGate:
     """The KL of the first step that this process compared."""
 
     def watch(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Look at the `mismatch_metrics` of a step, which every rank has alike.
+        """Check the `mismatch_metrics` of a step, which are equal on every rank.
 
         Raises UserError when the KL stays above `train.max_mismatch_kl` or is far above it.
         """
@@ -62,7 +62,7 @@ class MismatchGate:
 
 
 def expected_mismatch(config: Config) -> str:
-    """Return the key of an option by which the two differ on purpose; "" where none does."""
+    """Return the key of an option that makes the two differ on purpose; "" if none does."""
     if config.rollout.frequency_penalty:
         return "rollout.frequency_penalty"
     return ""

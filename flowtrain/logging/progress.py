@@ -1,4 +1,4 @@
-"""Tell on stderr how far a run or other work is, and how well it goes."""
+"""Progress lines on stderr for runs and other work."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ _EVERY_S = 5.0
 
 
 class ProgressLine:
-    """Prints how much of some work is done, a text, and the time left: at most every `_EVERY_S`,
-    and when all is done.
-    """
+    """Prints progress, a text and the remaining time, at most every `_EVERY_S` and at the end."""
 
     def __init__(self, total: int, start: int, enabled: bool, unit: str = "step") -> None:
         """`start` units are done already; `enabled` is true on one rank only."""
@@ -56,7 +54,7 @@ class Progress(ProgressLine):
         """Step of the newest evaluation."""
 
     def remember(self, metrics: Mapping[str, float | int]) -> None:
-        """Take the metrics of an earlier step in, for the next line."""
+        """Record the metrics of an earlier step for the next line."""
         self._latest.update({key: value for key, value in metrics.items() if _is_number(value)})
         if "eval_reward" in metrics:
             self._evaluated = int(metrics["step"])

@@ -1,4 +1,4 @@
-"""Counts of a set of rollouts that add up over ranks, and the shares and means that people read."""
+"""Counts of rollouts that add up over ranks, and the shares and means derived from them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RolloutStats:
     failed_rollouts: int
     """Rollouts that a frozen module failed; they have no reward."""
     straggler_rollouts: int
-    """Rollouts that the others did not wait for; out of time, too."""
+    """Rollouts that were cut off as stragglers; these also count as out of time."""
     reward_mean: float
     """Mean over rollouts that did not fail."""
     reward_std: float
@@ -66,7 +66,7 @@ class RolloutStats:
     prompt_len_mean: float
     """Tokens per planner prompt."""
     segments_mean: float
-    """Turns per rollout that go on with no earlier one: 1 where a history only grows."""
+    """Turns per rollout that extend no earlier turn: 1 for histories that only grow."""
     reread_share: float
     """Tokens of prompts that begin a further segment, among all that had to be read."""
     num_rewritten_tokens: int
@@ -78,7 +78,7 @@ class RolloutStats:
     out_of_positions_share: float
     """Rollouts that the model's positions ended."""
     tool_shares: dict[str, float]
-    """Calls of each tool by turn; what is missing to 1 was malformed or an answer."""
+    """Calls of each tool per turn; the rest to 1 are malformed turns and answers."""
 
     @property
     def reward_error(self) -> float:
@@ -171,9 +171,7 @@ def _count_tools(counts: dict[str, float], turn: Turn, tool_names: Sequence[str]
 
 
 def _known_tokens(calls: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[int]:
-    """Return for each (prompt, response) the tokens of the longest earlier pair that the prompt
-    begins with.
-    """
+    """Return the length of the longest earlier (prompt, response) that each prompt begins with."""
     num_known, earlier = [], list[tuple[Sequence[int], Sequence[int]]]()
     for prompt, response in calls:
         # The longest first: where a history only grows, it is the first that is compared.
@@ -188,7 +186,7 @@ def _num(pair: tuple[Sequence[int], Sequence[int]]) -> int:
 
 
 def _begins_with(ids: Sequence[int], prompt: Sequence[int], response: Sequence[int]) -> bool:
-    """Tell whether ids begin with a prompt and its response; of the two the response, which is
+    """Return whether ids begin with a prompt and its response; of the two the response, which is
     short, is looked at first.
     """
     num, end = len(prompt), len(prompt) + len(response)

@@ -1,4 +1,4 @@
-"""The folder of one training run, and the manifest that says what produced it.
+"""The folder of a training run, and the manifest of the conditions that produced it.
 
 runs/texts/
   config.toml        the resolved configuration
@@ -59,12 +59,12 @@ class RunDir:
 
     @staticmethod
     def lock(path: Path, key: str) -> Lock:
-        """Take the lock of the folder, as everything does that writes there; a reader needs none.
+        """Acquire the writers' lock of the folder; readers need none.
 
-        Raises UserError when another process has it; `key` names the option of the folder.
+        Raises UserError if another process holds the lock; `key` is the folder's option.
         """
         _refuse_file(path, key)
-        return Lock.of_folder(path, f"end it or give another {key}")
+        return Lock.of_folder(path, f"end this process or choose another {key}")
 
     @classmethod
     def create(cls, path: Path, config_toml: str, manifest: dict[str, Any]) -> RunDir:
@@ -90,8 +90,8 @@ class RunDir:
         path = Path(path)
         if not (path / "manifest.json").is_file():
             raise UserError(
-                f"cannot resume {path}: it has no manifest.json, so no run began there; check "
-                "--run.dir or drop --resume"
+                f"cannot resume {path}: it has no manifest.json, so no run started there; check "
+                "--run.dir or omit --resume"
             )
         return cls(path)
 
@@ -122,8 +122,8 @@ class RunDir:
 
 
 def manifest(seed: int, argv: Sequence[str], world_size: int) -> dict[str, Any]:
-    """Describe what is needed to repeat a run; null for what is absent. Imports nothing, so it
-    costs nothing.
+    """Return the versions and conditions needed to repeat a run; null for absent ones. Imports no
+    package, so the call is cheap.
     """
     commit, is_dirty = _git_state(Path(__file__).resolve().parents[2])
     return {
@@ -143,7 +143,7 @@ def manifest(seed: int, argv: Sequence[str], world_size: int) -> dict[str, Any]:
 
 
 def is_used(folder: Path, config_toml: str) -> bool:
-    """Tell whether a folder holds more than what is there before a run has begun: the lock, and
+    """Return whether a folder holds more than what is there before a run has begun: the lock, and
     what one of the same config left that was killed before it had its manifest.
     """
 

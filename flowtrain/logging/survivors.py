@@ -1,4 +1,4 @@
-"""Compare what is trained with what was sampled.
+"""Comparison of trained with sampled rollouts.
 
 Rollouts that run out of tokens or of time, or whose tools fail, are left out, and these are the
 long and the slow ones: a policy may then seem to learn to be short, which only survived. So the
@@ -20,7 +20,7 @@ _OF_SECONDS = "sampled_mean_s", "trained_mean_s", "distance_s"
 
 
 def count_survivors(tally: Tally, groups: Sequence[Group], batch: TrainBatch) -> None:
-    """Lay down the tokens and the seconds of this rank's rollouts, and which are trained."""
+    """Return the tokens and seconds of this rank's rollouts, and which of them are trained."""
     trained = {sample.sample_id[:2] for sample in batch.samples if sample.sample_id is not None}
     rows = [
         (rollout.num_sampled_tokens, rollout.seconds, (group.index, member) in trained)
@@ -31,8 +31,8 @@ def count_survivors(tally: Tally, groups: Sequence[Group], batch: TrainBatch) ->
 
 
 def survivor_metrics(total: Tally) -> dict[str, float]:
-    """Return the means over all rollouts and over those that are trained, and how far apart their
-    distributions are; without any of either nothing.
+    """Return the means over all rollouts and over the trained ones, and the distance of their
+    distributions; {} if either set is empty.
     """
     rows = [row for of_rank in total.said.get("survivors", []) for row in of_rank]
     metrics: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Plain-text tables and the summary file: what a person reads when a run has ended."""
+"""Plain-text tables and the summary file of a finished run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
 
 def aligned(table: Sequence[Sequence[str]]) -> str:
     """Write rows of equally many cells as text: the first is the heading, the first column flush
-    left, all others flush right. What would break a line or not be seen is escaped.
+    left, all others flush right. Characters that break a line or are invisible are escaped.
     """
     rows = [[printable(cell, keep="") for cell in row] for row in table]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -66,7 +66,8 @@ def aligned(table: Sequence[Sequence[str]]) -> str:
 
 def markdown(table: Sequence[Sequence[str]]) -> str:
     """Write rows of equally many cells as a table in Markdown: the first is the heading, the first
-    column flush left, all others flush right. What would break a row or not be seen is escaped.
+    column flush left, all others flush right. Characters that break a row or are invisible are
+    escaped.
     """
     rows = [[printable(cell, keep="").replace("|", "\\|") for cell in row] for row in table]
     rule = ["---", *["---:"] * (len(rows[0]) - 1)]

@@ -70,7 +70,7 @@ def account(total: Tally, trained: int, skipped: int) -> TokenAccount:
     positive = {name: num for name, num in fates.items() if num > 0}
     token_account = TokenAccount(counted.sampled, counted.shared, 0, positive)
     if token_account.difference:
-        _log.warning("the tokens of this step do not add up: %s", token_account.text())
+        _log.warning("the token counts of this step are inconsistent: %s", token_account.text())
     return token_account
 
 

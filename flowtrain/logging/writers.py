@@ -47,7 +47,7 @@ class MetricsLog:
 
     def log(self, metrics: Mapping[str, float | int]) -> None:
         """Append one line, keys in the given order; "step" must be among them. A non-finite number
-        is written as null. What is known late may come for an earlier step.
+        is written as null. Late metrics may belong to an earlier step.
         """
         assert "step" in metrics, f"metrics without a step: {sorted(metrics)}"
         record = {**json_value(metrics), "step": int(metrics["step"])}

@@ -1,6 +1,4 @@
-"""Checks of sampled tokens and of the parts of a reward: the trainer and the dataflow's service ask
-the same of them.
-"""
+"""Checks of sampled tokens and of reward parts, for the trainer and the dataflow service."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ from flowtrain.records.sample import Sample
 from flowtrain.records.sampling import Call
 
 MIN_LOGPROB, MAX_LOGPROB = -50.0, 1e-3
-"""Log-probs of a sampler, in nats: nobody draws a token of probability e^-50, whose ratio to
-another policy would overflow the gradient's norm; and above 0 there are only roundings."""
+"""Log-probs of a sampler, in nats: no sampler draws a token of probability e^-50, whose ratio to
+another policy would overflow the gradient's norm, and only rounding errors lie above 0."""
 MAX_PARTS = 32
 """Parts of a reward, and"""
 MAX_PART_NAME = 64
@@ -20,16 +18,16 @@ MAX_PART_NAME = 64
 
 
 def length_problem(tokens: Sample | Call, max_positions: int) -> str:
-    """Say that prompt and response are longer than the model; "" when they fit."""
+    """Return an error text if prompt and response exceed the model's positions, else ""."""
     # The last response token is a target but never an input.
     num_inputs = len(tokens.prompt_ids) + len(tokens.response_ids) - 1
     if num_inputs <= max_positions:
         return ""
-    return f"it has {num_inputs} tokens, the model {max_positions} positions"
+    return f"it has {num_inputs} tokens, but the model has {max_positions} positions"
 
 
 def token_problem(tokens: Sample | Call, vocab_size: int) -> str:
-    """Say why a model of `vocab_size` tokens cannot read prompt and response; "" when it can."""
+    """Return why a model of `vocab_size` tokens cannot read prompt and response; "" if it can."""
     if not tokens.prompt_ids:
         return "its prompt is empty"
     for ids in (tokens.prompt_ids, tokens.response_ids):
@@ -44,21 +42,21 @@ def token_problem(tokens: Sample | Call, vocab_size: int) -> str:
     if len(counts) != len(response_ids) or min(counts) < 1 or sum(counts) != len(mask.ids):
         return "its sampling mask does not fit its response"
     if problem := _id_problem(mask.ids, vocab_size):
-        return f"of its sampling mask: {problem}"
+        return f"in its sampling mask: {problem}"
     end = 0
     for token, count in zip(response_ids, counts, strict=True):
         start, end = end, end + count
         choices = set(mask.ids[start:end])
         if token not in choices:
-            return f"token {token} is outside of its sampling mask"
+            return f"token {token} is not in its sampling mask"
         if len(choices) < count:
-            return f"the sampling mask of token {token} names an id twice"
+            return f"the sampling mask of token {token} contains an id twice"
     return ""
 
 
 def routes_problem(tokens: Sample | Call, sizes: tuple[int, int, int] | None = None) -> str:
-    """Say why routes are not those of the tokens, or of a model with `sizes`: (layers with a
-    router, experts chosen per token, all experts); "" when they fit, or there are none.
+    """Return why routes do not match the tokens or a model with `sizes`: (layers with a router,
+    experts chosen per token, all experts); "" if they match or are None.
     """
     routes = tokens.routes
     if routes is None or not tokens.response_ids:
@@ -66,12 +64,12 @@ def routes_problem(tokens: Sample | Call, sizes: tuple[int, int, int] | None = N
     num_inputs = len(tokens.prompt_ids) + len(tokens.response_ids) - 1
     dimensions = routes.num_layers, routes.num_chosen
     if min(dimensions) < 1 or len(routes.experts) != num_inputs * routes.bytes_per_token:
-        return f"its routes are not those of {num_inputs} tokens"
+        return f"its routes do not cover {num_inputs} tokens"
     if sizes is None:
         return ""
     words = memoryview(routes.experts).cast("H" if routes.is_wide else "B")
     if dimensions != sizes[:2] or max(words) >= sizes[2]:
-        return "its routes are of another model"
+        return "its routes belong to another model"
     return ""
 
 
@@ -79,7 +77,7 @@ def _id_problem(ids: Iterable[int], vocab_size: int) -> str:
     extremes = max(ids, default=0), min(ids, default=0)
     return next(
         (
-            f"{token_id} is none of the model's {vocab_size} tokens"
+            f"{token_id} is not among the model's {vocab_size} tokens"
             for token_id in extremes
             if not 0 <= token_id < vocab_size
         ),
@@ -88,7 +86,7 @@ def _id_problem(ids: Iterable[int], vocab_size: int) -> str:
 
 
 def logprob_problem(logprobs: Iterable[float]) -> str:
-    """Say that a log-prob is none of a sampled token; "" when all may be."""
+    """Return an error text if a log-prob is impossible for a sampled token, else ""."""
     for logprob in logprobs:
         if not MIN_LOGPROB <= logprob <= MAX_LOGPROB:
             return (
@@ -99,7 +97,7 @@ def logprob_problem(logprobs: Iterable[float]) -> str:
 
 
 def part_problem(parts: Mapping[str, float]) -> str:
-    """Say what is wrong with the parts of a reward; "" if nothing."""
+    """Return an error text for invalid parts of a reward, else ""."""
     if len(parts) > MAX_PARTS:
         return f"{len(parts)} parts, {MAX_PARTS} are allowed"
     for name, part in parts.items():

@@ -1,4 +1,4 @@
-"""Records of rollouts: turns, the trajectories that they make up, and groups of those."""
+"""Records of rollouts: turns, trajectories and groups."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flowtrain.records.sampling import Call
 from flowtrain.records.task import Task
 
 PolicyName = str
-"""Name of a policy in the config; it has a model, a trainer and versions of its own. AgentFlow's
+"""Name of a policy in the config. Each policy has its own model, trainer and versions; AgentFlow's
 are "planner", "verifier" and "refiner"."""
 
 MAX_TOOL_CALLS = 64
-"""Calls of tools that a turn may hold."""
+"""Largest number of tool calls per turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +30,19 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of one tool command: an output, or an error, behind what there was before it."""
+    """The result of one tool command: its output and, after a failure, an error."""
 
     output: str = ""
     error: str | None = None
     seconds: float = 0.0
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    """Of code that the tool ran: without the wait for a process, and on a CPU; 0 for no code."""
+    """Wall time and CPU time, in seconds, of code that the tool ran, without the wait for a
+    process; 0 without code."""
 
     @property
     def text(self) -> str:
-        """The text that the memory keeps and the planner reads next."""
+        """The text for the memory and for the policy's next prompt."""
         if self.error is None:
             return self.output
         return "\n".join([*([self.output] if self.output else ()), f"Error: {self.error}"])
@@ -49,16 +50,16 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool that a response asked for."""
+    """A tool call that a response requested."""
 
     name: str
     arguments: str
-    """JSON; "" where AgentFlow's executor wrote no command."""
+    """JSON; "" if AgentFlow's executor wrote no command."""
     result: ToolResult = ToolResult()
     id: str = ""
-    """Names the call within its rollout, where the messages to the model do."""
+    """Identifier of the call within its rollout, if the model's messages have one."""
     note: str = ""
-    """Text that the flow reads beside the command, "the first of 2 commands"."""
+    """Note beside the command for the flow's memory, such as "the first of 2 commands"."""
 
 
 class Verdict(enum.StrEnum):
@@ -70,116 +71,114 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One pass of planner -> executor -> tool -> verifier, or one response of another agent."""
+    """A turn: one pass of planner -> executor -> tool -> verifier, or one response of another
+    agent.
+    """
 
     calls: Mapping[PolicyName, Call]
-    """By policy, the one first that the turn began with. AgentFlow's have the planner's call,
-    always; the verifier's where that is a policy, and the refiner's where it is one and the turn
-    has searched: one call, about all that the turn's command found. Those of other agents have
-    one."""
+    """Calls by policy, in order; the first one began the turn. AgentFlow's turns always have the
+    planner's call, the verifier's if the verifier is a policy, and one call of the refiner if the
+    refiner is a policy and the turn has searched. Turns of other agents have one call."""
     action: Action | None
-    """Decision of AgentFlow's planner; None of other agents, and of a malformed response."""
+    """Decision of AgentFlow's planner; None for other agents and for a malformed response."""
     verdict: Verdict
     seconds: float
     plan_s: float = 0.0
-    """Seconds of the turn that the planner took."""
+    """Seconds of the turn spent by the planner."""
     verdict_text: str = ""
-    """The verifier's reply; "" where a rule decided."""
+    """The verifier's reply; "" if a rule decided."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """All that the response asked for, in its order; AgentFlow's asks for one."""
+    """The tool calls of the response, in order; at most one for AgentFlow."""
     problem: str = ""
-    """Why the response is malformed: nothing could be read, or no tool is called so; else ""."""
+    """Why the response is malformed: unparsable, or an unknown tool; "" if well-formed."""
     evidence: str = ""
-    """Tool's output as a refiner shortened it, which the flow goes on with; "": as it is."""
+    """The tool's output as condensed by a refiner for later turns; "": the output itself."""
     rescued: tuple[str, ...] = ()
-    """Lenient rules that it took to read the replies, as "planner/labels"."""
+    """Lenient rules that were needed to parse the replies, such as "planner/labels"."""
 
     @property
     def policy(self) -> PolicyName:
-        """The policy that the turn began with: AgentFlow's planner, the only one elsewhere."""
+        """The policy of the turn's first call: the planner for AgentFlow, else the only policy."""
         return next(iter(self.calls))
 
     @property
     def call(self) -> Call:
-        """The call that the turn began with, in which a branch may leave."""
+        """The turn's first call; branches can start within it."""
         return self.calls[self.policy]
 
 
 @dataclass(frozen=True, slots=True)
 class BranchPoint:
-    """The point at which a rollout left its parent; everything before it is the parent's."""
+    """The point at which a branch leaves its parent; it shares everything before."""
 
     parent: int
-    """Number of the rollout it left, within its group."""
+    """Number of the parent rollout within its group."""
     turn: int
     token: int
-    """First token of that turn's response that was sampled again."""
+    """First token of the turn's response that the branch samples again."""
     score: float
-    """The score that the place was chosen by."""
+    """The branch score of the token."""
     scorer: str = ""
-    """What the score was made of: "trainer", its pass over the roots; on rollout nodes "sampler",
-    what it recorded, alone; "behavior" or "reference", that beside a pass of the newest weights or
-    of the reference policy."""
+    """Source of the score: "trainer" for the trainer's pass over the roots. On rollout nodes:
+    "sampler" for the sampler's records alone, "behavior" or "reference" for these records and a
+    pass of the newest weights or of the reference policy."""
     version: int = 0
-    """Weight version of the policy that was scored: that of the pass, or the newest that sampled
-    the roots."""
+    """Weight version of the scored policy: the version of the pass, or else the newest one that
+    sampled the roots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One rollout of one task."""
+    """A rollout of one task, its turns and its result."""
 
     task: Task
     turns: tuple[Turn, ...]
     answer: str
-    """The final answer (`final_answer`), which is scored."""
+    """The final answer (`final_answer`), which reward rules score."""
     seconds: float
     seed: int
     truncated: str = ""
-    """Why it ended before STOP, if it did: "turns", "time", "prompt" (too long), "straggler"."""
+    """Limit that ended the rollout before STOP: "turns", "time", "prompt", "straggler"; else ""."""
     reward: float | None = None
     """From `reward.low` to `reward.high`, by default 0 to 1; None until `rewards.score`."""
     policy_rewards: Mapping[PolicyName, float] = field(default_factory=dict)
-    """Rewards of the policies, where a function gave each its own: `reward` is then the first
-    one's; {} where all have the one."""
+    """Rewards by policy, if a reward function returned one per policy; `reward` is then the first
+    policy's. {} if all share one reward."""
     scored_by: str = ""
-    """Rule, function or "judge" that decided on the reward; ": " and why, where it failed."""
+    """Rule, function or "judge" that decided the reward, with ": " and the reason of a failure."""
     analysis: str = ""
-    """The analyst's text about the question, written before the first turn; "" without one."""
+    """The analyst's text about the question, from before the first turn; "" without one."""
     error: str = ""
-    """Why a frozen module failed ("generator: ..."): it gets no reward and is not trained."""
+    """Why a frozen module failed ("generator: ..."); the rollout gets no reward and no training."""
     output: str = ""
-    """All that the generator or the agent wrote, where that is more than the answer."""
+    """The full text of the generator or the agent, if longer than the answer."""
     branch: BranchPoint | None = None
-    """None for a rollout that began with the question."""
+    """The branch point; None for a rollout that starts from the question."""
     sub_goals: float | None = None
-    """Importance of the sub-goals that were reached, in [0, 1]; filled with the reward."""
+    """Sum of the weights of the reached sub-goals, in [0, 1]; filled with the reward."""
     hint_turn: int | None = None
-    """The turn that read a hint first; None for a rollout without."""
+    """The first turn that read a hint; None without hints."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Values of reward functions, by name and before weights, or what was reported; else {}."""
+    """Unweighted values of the reward functions by name, or the reported parts; else {}."""
     turn_rewards: tuple[float, ...] = ()
-    """Shares of the reward that turns earned, from functions or the environment; () where only the
-    whole rollout has one."""
+    """Rewards of single turns, from functions or the environment; () without such rewards."""
     rescued: tuple[str, ...] = ()
-    """Lenient rules that it took to read the answer, as "generator/label"."""
+    """Lenient rules that were needed to parse the answer, such as "generator/label"."""
     reported: Mapping[str, float] = field(default_factory=dict)
-    """Parts of the reward that the rollout's environment or program reported; {} where none did."""
+    """Parts of the reward reported by the rollout's environment or program; else {}."""
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens of calls that turns began with, without those of the rollout's parent."""
+        """Number of response tokens in the turns' first calls that are not the parent's."""
         policies = {turn.policy for turn in self.turns}
         return sum(self.num_tokens(policy) - self.num_shared(policy) for policy in policies)
 
     def num_tokens(self, policy: PolicyName) -> int:
-        """Count the response tokens of a policy, a parent's among them."""
+        """Return the number of response tokens of a policy, including the parent's."""
         return _num_tokens(self.turns, policy)
 
     def num_shared(self, policy: PolicyName) -> int:
-        """Count the response tokens of a policy that were sampled for the rollout it branched
-        from.
-        """
+        """Return the number of a policy's response tokens that are copied from the parent."""
         if self.branch is None:
             return 0
         start = self.branch.turn
@@ -189,8 +188,9 @@ class Trajectory:
         return _num_tokens(self.turns[:start], policy) + num_in_turn
 
     def of_policy(self, policy: PolicyName) -> Trajectory:
-        """Return the rollout as the trainer of a policy sees it: with that policy's reward, and as
-        a failed one where it was not asked, so that it counts in no statistics of its group.
+        """Return the rollout for the trainer of one policy: with the policy's reward and, if the
+        rollout has no call of the policy, marked as failed, so that it enters no statistics of its
+        group.
         """
         if self.error:
             return self
@@ -206,25 +206,25 @@ def _num_tokens(turns: Sequence[Turn], policy: PolicyName) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The G trajectories of one task; branches come after the rollouts they left."""
+    """The G trajectories of one task, in which branches come after their parents."""
 
     index: int
-    """Place of the task within the step's batch over all ranks; decides the mini-batch."""
+    """Position of the task in the step's batch over all ranks, which determines the mini-batch."""
     trajectories: tuple[Trajectory, ...]
 
     @property
     def finished(self) -> tuple[Trajectory, ...]:
-        """The trajectories that did not fail: these have a reward, and algorithms read them."""
+        """The trajectories that did not fail; these have a reward and enter the algorithms."""
         return tuple(trajectory for trajectory in self.trajectories if not trajectory.error)
 
     def of_policy(self, policy: PolicyName) -> Group:
-        """Return the group as the trainer of a policy sees it; see `Trajectory.of_policy`."""
+        """Return the group for the trainer of one policy; see `Trajectory.of_policy`."""
         return replace(self, trajectories=tuple(t.of_policy(policy) for t in self.trajectories))
 
 
 @dataclass(frozen=True, slots=True)
 class BranchStart:
-    """The point within a finished rollout at which a branch begins."""
+    """The start of a branch: a finished rollout, and the point in it."""
 
     parent: Trajectory
     point: BranchPoint

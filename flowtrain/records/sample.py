@@ -12,7 +12,7 @@ from flowtrain.records.sampling import Call, Likeliest, Routes, SamplingMask, Ve
 
 
 class SampleId(NamedTuple):
-    """The call that a sample was made of; within a batch it names the sample."""
+    """The call that a sample was made from, which identifies the sample within a batch."""
 
     group: int
     """`Group.index`"""
@@ -24,39 +24,39 @@ class SampleId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One trained sequence: a call's tokens with what the algorithm decided about them."""
+    """A training sequence: the tokens of a call with the algorithm's advantages and weights."""
 
     prompt_ids: tuple[int, ...]
     """At least one token."""
     response_ids: tuple[int, ...]
-    """At least one token; these are the trained ones."""
+    """At least one token; these tokens are trained."""
     logprobs: tuple[float, ...]
-    """The sampler's, one per response token."""
+    """The sampler's log-prob of each response token, in nats."""
     advantages: tuple[float, ...]
-    """One per response token."""
+    """Advantage per response token."""
     loss_weights: tuple[float, ...]
-    """One per response token, before division by their sum over the global mini-batch."""
+    """Weight per response token, before the division by their sum over the global mini-batch."""
     minibatch: int = 0
-    """Optimizer step of the batch that it belongs to."""
+    """Index of the sample's mini-batch (optimizer step) within the batch."""
     sample_id: SampleId | None = None
-    """None for a sample whose log-probs nobody asks for, as in imitation."""
+    """None for samples whose log-probs are not reported, as in imitation."""
     sampling_mask: SamplingMask | None = None
-    """The ids that log-probs are taken among, the trainer's as the sampler's; None: all ids."""
+    """The ids over which trainer and sampler normalise log-probs; None: all ids."""
     old_logprobs: tuple[float, ...] = ()
-    """The trainer's own, where it has scored the sample before; else ()."""
+    """The trainer's log-probs, if already computed; else ()."""
     ref_logprobs: tuple[float, ...] = ()
-    """The reference policy's, likewise."""
+    """The reference policy's log-probs, if already computed; else ()."""
     divisor: float | None = None
-    """Summand of the number that the loss of its mini-batch is divided by; None: the
-    sum of its loss weights. All samples of a batch have one, or none has."""
+    """The sample's contribution to the divisor of its mini-batch's loss; None: the sum of its loss
+    weights. Either all samples of a batch have a divisor or none has."""
     routes: Routes | None = None
-    """The sampler's; None for a dense model, and where nobody recorded them."""
+    """The sampler's expert choices; None for a dense model and if unrecorded."""
     teacher_prompt_ids: tuple[int, ...] = ()
-    """What a teacher reads in the place of the prompt; (): the prompt."""
+    """The prompt for a teacher; (): the same prompt."""
     likeliest: Likeliest | None = None
-    """What a teacher behind an endpoint would have written, with distill.top_k."""
+    """The likeliest tokens of a teacher behind an endpoint, with distill.top_k."""
     spans: tuple[VersionSpan, ...] = ()
-    """The versions of the weights that sampled the response; () where nobody says so."""
+    """The weight versions that sampled the response; () if unknown."""
 
     @classmethod
     def of(
@@ -68,8 +68,8 @@ class Sample:
         sample_id: SampleId | None = None,
         divisor: float | None = None,
     ) -> Sample:
-        """Return the sample of a call. An advantage is one of all tokens, or one per token; the
-        weight is each token's.
+        """Return the sample of a call. The advantage is one number for all tokens or one per token;
+        every token gets `weight`.
         """
         num_tokens = len(call.response_ids)
         if isinstance(advantage, int | float):
@@ -91,51 +91,49 @@ class Sample:
 
 
 Scored = tuple[tuple[float, ...], tuple[float, ...]]
-"""Log-probs of a sample under the policy and under the reference, as `Sample` has them; () where
-they are not known."""
+"""Log-probs of a sample under the policy and the reference policy; () if unknown."""
 
 
 class Rollouts(NamedTuple):
-    """This rank's scored rollouts of a step."""
+    """A rank's scored rollouts of a step."""
 
     groups: Sequence[Group]
     logprobs: Mapping[SampleId, Scored]
-    """Log-probs of turns that the search for branch points has already computed."""
+    """Log-probs of turns, as far as the search for branch points has computed them."""
     metrics: Mapping[str, float]
-    """About where they came from, for the log."""
+    """Metrics of the rollouts' origin, for the log."""
 
 
 class FilterReason(enum.StrEnum):
-    """Why a sample is left out of a batch."""
+    """Reason for which a sample is excluded from a batch."""
 
     EMPTY = "empty"
-    """It has no response token."""
+    """The sample has no response token."""
     TOO_LONG = "too_long"
-    """It has more tokens than the model has positions."""
+    """The sample has more tokens than the model has positions."""
     ADVANTAGE = "advantage"
-    """An advantage is not finite."""
+    """An advantage is infinite or NaN."""
     LOGPROB = "logprob"
-    """The sampler's log-prob of a trained token is none that sampling gives."""
+    """The sampler's log-prob of a trained token is impossible for a sampled token."""
     TOKEN = "token"
-    """A token or an expert is none of the model's, or outside of its mask; or the prompt is empty.
-    """
+    """A token or expert is unknown to the model or outside of the mask, or the prompt is empty."""
     OVERLONG = "overlong"
-    """It is of a rollout that ran into a limit of tokens, with algorithm.overlong = "mask"."""
+    """The rollout reached a token limit, and algorithm.overlong = "mask"."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """The samples that an algorithm makes of a step's groups, and counts of what it left out."""
+    """The samples of a step's groups, with counts of excluded groups and samples."""
 
     samples: tuple[Sample, ...]
     num_groups_dropped: int = 0
-    """Groups without a signal: all rollouts failed, or in mode "paper" all have one reward."""
+    """Groups without a signal: all rollouts failed or, in mode "paper", have the same reward."""
     num_filtered: Mapping[FilterReason, int] = field(default_factory=dict)
-    """Samples that could not be trained."""
+    """Number of excluded samples by reason."""
     num_filtered_tokens: Mapping[FilterReason, int] = field(default_factory=dict)
-    """Response tokens of these."""
+    """Number of response tokens of the excluded samples by reason."""
     num_minibatches: int = 1
-    """Optimizer steps that train the batch, over all ranks."""
+    """Number of optimizer steps for the batch, over all ranks."""
     divergence_sum: float | None = None
-    """By how much the sampler's log-probs of trained tokens are above those of a teacher behind an
-    endpoint, in nats; None where it was not asked for these."""
+    """Sum over trained tokens of the sampler's log-prob minus that of a teacher behind an endpoint,
+    in nats; None if the teacher was not asked for log-probs of sampled tokens."""

@@ -17,14 +17,14 @@ else:
 
 
 class FinishReason(enum.StrEnum):
-    """Why a response ended."""
+    """Reason for the end of a response."""
 
     STOP = "stop"
-    """An end-of-sequence token or a stop string."""
+    """The response ended with an end-of-sequence token or a stop string."""
     LENGTH = "length"
-    """`max_new_tokens` was reached."""
+    """The response reached `max_new_tokens`."""
     DEADLINE = "deadline"
-    """The request ran out of time; what was sampled so far is returned."""
+    """The request ran out of time; the response holds the tokens sampled so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,32 +33,34 @@ class Sampling:
 
     max_new_tokens: int
     temperature: float = 1.0
-    """0 means greedy; the log-probabilities are then those at temperature 1."""
+    """Sampling temperature; 0 means greedy, with log-probs at temperature 1."""
     top_k: int = 0
-    """Sample from so many most likely tokens, log-probs among them; 0, and greedy: from all."""
+    """Sample from this many most likely tokens, with log-probs renormalised over them; 0 and greedy
+    sampling use all tokens."""
     top_p: float = 1.0
-    """Sample from the fewest of those that sum to this; below 1 it needs a top_k."""
+    """Sample from the smallest set of these tokens whose probabilities sum to this value; a value
+    below 1 requires top_k."""
     frequency_penalty: float = 0.0
-    """A token's logit loses this for each time that the response has it already, as in OpenAI's
-    API; log-probs are taken behind it."""
+    """Subtracted from a token's logit for each earlier occurrence in the response, as in OpenAI's
+    API; log-probs include the penalty."""
     stop_strings: tuple[str, ...] = ()
-    """Sampling ends once the decoded response contains one; its tokens are kept."""
+    """Sampling ends after the first of these strings, which stays in the response."""
     ignore_end: bool = False
-    """Go on after an end-of-sequence token, for measurements of a fixed length."""
+    """Continue after an end-of-sequence token, for measurements of a fixed length."""
     seed: int = 0
-    """The seed of this request alone: what shares its batch changes no more than roundings."""
+    """Seed of this request; other requests in its batch change the result by rounding at most."""
     deadline_s: float = 60.0
     """Seconds from the call until the engine must answer."""
 
     @property
     def is_truncated(self) -> bool:
-        """Some tokens cannot be sampled."""
+        """Whether top-k or top-p exclude some tokens."""
         return self.top_k > 0 and self.temperature > 0
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens [start, end) of a response were sampled by weights `version`."""
+    """A span of a response: weights `version` sampled the tokens [start, end)."""
 
     start: int
     end: int
@@ -67,12 +69,12 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class SamplingMask:
-    """The ids that top-k and top-p left to choose from, token after token of a response."""
+    """The ids that top-k and top-p kept, for each token of a response."""
 
     ids: Int32s
-    """int32; those of one token differ from each other."""
+    """int32; the ids of one token are distinct."""
     counts: Int32s
-    """int32, how many of the ids belong to each token of the response."""
+    """int32, number of ids for each token of the response."""
 
     @classmethod
     def of(cls, sets: Iterable[Sequence[int]]) -> SamplingMask:
@@ -104,19 +106,19 @@ class Likeliest:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The experts that the routers of a mixture chose for each token that it read: all tokens of a
-    prompt and its response but the last, which is a target alone.
+    """The experts chosen by the routers of a mixture of experts for each input token: prompt and
+    response without the last token, which is only a target.
     """
 
     experts: bytes
     """[tokens, layers, chosen], uint8, or little-endian uint16 where `is_wide`; only layers with a
     router, in the order of the decoder."""
     num_layers: int
-    """Layers with a router."""
+    """Number of layers with a router."""
     num_chosen: int
-    """Experts per token and layer."""
+    """Number of experts per token and layer."""
     is_wide: bool = False
-    """A layer has more than 256 experts."""
+    """Whether a layer has more than 256 experts."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -125,26 +127,26 @@ class Routes:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Tokens that one module read and sampled in one turn: the answer of an engine to a prompt."""
+    """A call of one module in one turn: a prompt and the response that an engine sampled."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
-    """Sampled and trained, end-of-sequence included; () for a module that is no policy, and where
-    no token came in time."""
+    """Sampled ids, end-of-sequence included, which are trained; () for a module that is no policy,
+    and if the deadline passed before the first token."""
     logprobs: tuple[float, ...]
-    """The sampler's, one per response token, at its temperature and within the sampling mask."""
+    """The sampler's log-prob per response token in nats, at its temperature, within the mask."""
     spans: tuple[VersionSpan, ...]
-    """Versions of this policy by the tokens that they sampled; they cover the response."""
+    """Weight versions of this policy by the tokens that they sampled; they cover the response."""
     finish_reason: FinishReason
     text: str = ""
-    """The response decoded for people, which engines leave out; training never reads it."""
+    """The decoded response, for readers; engines leave it empty, and training ignores it."""
     sampling_mask: SamplingMask | None = None
-    """The ids that each id was sampled from, itself included; None: all ids."""
+    """The ids that each response id was sampled from, including itself; None: all ids."""
     entropies: tuple[float, ...] = ()
-    """One per response token, in nats, over all tokens; () where the engine does not tell, and a
-    branch has none of the turn that it leaves."""
+    """Entropy per response token, in nats, over the full vocabulary; () if the engine does not
+    record entropies, and for the turn in which a branch starts."""
     prompt_text: str = ""
-    """The prompt of a module without tokens of its own, whose ids are empty; "" otherwise."""
+    """The prompt text of a module without token ids; "" otherwise."""
     routes: Routes | None = None
-    """Of prompt and response but the last token; None for a dense model, where there is no
-    response, and where the engine does not tell."""
+    """Expert choices for prompt and response without the last token; None for a dense model,
+    without a response, or if the engine does not record them."""

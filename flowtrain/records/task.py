@@ -25,7 +25,7 @@ class Unmet(UserError):
 
 @dataclass(frozen=True, slots=True)
 class PlanStep:
-    """One turn of a perfect planner."""
+    """A turn of a perfect planner."""
 
     sub_goal: str
     """The goal of the turn, e.g. "capital of Chad", or the expression to compute."""
@@ -40,42 +40,42 @@ class SubGoal:
     names: tuple[str, ...]
     """Its accepted names."""
     weight: float
-    """Importance; those of a task sum to 1."""
+    """Importance; the weights of a task's sub-goals sum to 1."""
     query: str = ""
-    """Query that finds it, for a hint; "" where nobody wrote one."""
+    """Query that finds it, for a hint; "" without one."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Task:
-    """One question, e.g. Task("t-1", "Capital of Chad?", ("N'Djamena",), "lookup", 1)."""
+    """A question, e.g. Task("t-1", "Capital of Chad?", ("N'Djamena",), "lookup", 1)."""
 
     id: str
     """Unique within a run; trajectories, seeds and resume refer to it."""
     question: str
-    """The text of the question; `prompt` is what agents read."""
+    """The text of the question; agents read `prompt`."""
     answers: tuple[str, ...]
-    """Accepted answers; for "gameof24" the four numbers, as any right expression counts."""
+    """Accepted answers; for "gameof24" the four numbers, because any right expression counts."""
     kind: str = ""
     """A label to group results by ("lookup", "chain", "sum", ...)."""
     num_turns: int = 1
-    """Turns a perfect planner needs; 0 where nobody knows."""
+    """Number of turns that a perfect planner needs; 0 if unknown."""
     scorer: str = "exact"
     """Name of the rule in `flowtrain.rewards` that scores an answer."""
     rules: str = ""
-    """The rules that stand in for a flow's verifier and generator, "facts" or "gameof24"; "": those
-    for tasks of which nothing is known."""
+    """The rules in place of a flow's verifier and generator, "facts" or "gameof24"; "": generic
+    rules."""
     plan: tuple[PlanStep, ...] = ()
     """Steps of a perfect planner, for the scripted expert; the policy never sees them."""
     choices: tuple[str, ...] = ()
-    """Options of a multiple-choice question, A first; () where the answer is free."""
+    """Options of a multiple-choice question, A first; () for a free answer."""
     sub_goals: tuple[SubGoal, ...] = ()
     """Rewarded findings (InfoFlow), in the order of need; the policy never sees them."""
     columns: str = ""
-    """The row's other columns, as JSON; for a reward function alone."""
+    """The row's other columns as JSON, for reward functions only."""
 
     @property
     def prompt(self) -> str:
-        """The question with its options by letter, unless it holds them so already."""
+        """The question with its lettered options, unless it already includes them."""
         options = list(zip(string.ascii_uppercase, self.choices, strict=False))
         end = 0
         # Each option is looked for behind the one before it.

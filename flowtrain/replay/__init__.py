@@ -10,6 +10,6 @@ def log_path(run: Path) -> Path:
     path = run / "replay" / "steps.jsonl"
     if not path.is_file():
         raise UserError(
-            f"{run} has no {path.relative_to(run)}: a run keeps it with --log.replay true"
+            f"{run} has no {path.relative_to(run)}: only a run with --log.replay true writes it"
         )
     return path

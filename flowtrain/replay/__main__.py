@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         log_path(options.run)  # before it takes seconds
-        with waiting("loading torch and what learns", is_main):
+        with waiting("loading torch and the trainer", is_main):
             from flowtrain.replay.session import replay
 
         outcome = replay(options.run, options.first, options.last, options.tolerance, say)
@@ -86,7 +86,7 @@ def _table(outcome: Outcome) -> str:
     differences = [f"differs: {problem}" for problem in outcome.problems]
     if not differences and not outcome.is_equal:
         differences = ["the last version could not be compared (see weights.keep)"]
-    return "\n".join([aligned(rows), *(differences or ["the run comes out as it was"])])
+    return "\n".join([aligned(rows), *(differences or ["the replay reproduces the run"])])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,16 +96,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     text = "first step (default: the first on record); its weights and moments come from the "
-    text += "checkpoint before it, those of step 1 from model.path"
+    text += "checkpoint before it, for step 1 from model.path"
     parser.add_argument("--from", dest="first", type=number(1, 1 << 40), metavar="STEP", help=text)
     text = "last step (default: the last on record)"
     parser.add_argument("--to", dest="last", type=number(1, 1 << 40), metavar="STEP", help=text)
-    text = (
-        "largest difference of a weight that passes where bits differ, as with another number of "
-    )
-    text += "ranks (default: none does)"
+    text = "largest accepted difference of a weight if bits differ, as with another number of "
+    text += "ranks (default: 0)"
     parser.add_argument("--tolerance", type=float, metavar="X", help=text)
-    parser.add_argument("--json", action="store_true", help="print a record for programs")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 

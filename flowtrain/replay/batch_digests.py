@@ -14,7 +14,7 @@ _INTEGERS = ("prompt_ids", "response_ids", "mask_ids", "mask_counts")
 _FLOATS = ("logprobs", "advantages", "loss_weights", "old_logprobs", "ref_logprobs")
 
 Digests = dict[str, Any]
-"""What was left out of a batch, and by sample ("12/3/2" for group 12, rollout 3, turn 2) its
+"""The excluded samples of a batch and, by sample ("12/3/2" for group 12, rollout 3, turn 2), the
 mini-batch and the digest of each field; as JSON."""
 
 

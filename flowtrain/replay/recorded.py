@@ -68,11 +68,11 @@ class Recorded:
             if line.get("chain") in expected:
                 (steps if "files" in line else lives)[step] = line
             else:
-                text = f"line {number}, of step {step}, was changed, or one before it is gone"
+                text = f"line {number}, of step {step}, was changed, or an earlier line is missing"
                 problems.append(Problem(step, f"{path} {text}"))
         if any("index.rank0.json" in line["files"] for line in steps.values()):
             raise UserError(
-                f"{path} is of an older version of flowtrain, which alone can replay it"
+                f"{path} was written by an older version of flowtrain; replay it with that version"
             )
         problems += _missing_lines(path, steps, lives, {problem.step for problem in problems})
         return cls(run, path.parent, lives, steps, tuple(sorted(problems)))
@@ -89,7 +89,7 @@ class Recorded:
     def config(self, life: int) -> Config:
         """Return the options of a life. Raises UserError when its line or its file was changed."""
         if life not in self.lives:
-            opened = f"{self.folder} does not say how the run was opened after step {life}"
+            opened = f"{self.folder} has no record of the start of the run after step {life}"
             raise UserError("; ".join([opened, *(problem.text for problem in self.problems)]))
         path = config_path(self.folder, life)
         text = path.read_bytes() if path.is_file() else b""
@@ -113,7 +113,7 @@ class Recorded:
         return last_step
 
     def is_hole(self, step: int) -> bool:
-        """Tell whether a step was trained without the option, so that nothing was kept of it."""
+        """Return whether a step was trained without the option, so that nothing was kept of it."""
         next_step = min((number for number in self.steps if number > step), default=0)
         return step not in self.steps and any(step <= start < next_step for start in self.lives)
 

@@ -249,13 +249,15 @@ def _steps(recorded: Recorded, first: int | None, last: int | None) -> range:
     last_alike = recorded.last_alike(recorded.life_of(first))
     for key, step in (("--from", first), ("--to", last)):
         if step is not None and (step not in known_steps or recorded.is_hole(step)):
-            raise UserError(f"{key} {step} is not on record; steps {_ranges(recorded.steps)} are")
+            raise UserError(
+                f"{key} {step} is not recorded; recorded steps: {_ranges(recorded.steps)}"
+            )
     if last is not None and last < first:
         raise UserError(f"--to {last} is before --from {first}")
     if last is not None and last > last_alike:
         raise UserError(
-            f"--to {last}: the run went on with other options, or without log.replay, after step "
-            f"{last_alike}; replay up to there, and go on with --from"
+            f"--to {last}: the run continued with other options, or without log.replay, after "
+            f"step {last_alike}; replay up to this step, then continue with --from"
         )
     return range(first, (last_alike if last is None else last) + 1)
 
@@ -294,8 +296,8 @@ def _start(recorded: Recorded, first: int) -> Path | None:
     if not (path / "state" / "state.json").is_file():
         starts = sorted(int(folder.name[5:]) + 1 for folder in root.glob("step_????????"))
         raise UserError(
-            f"--from {first} needs the weights and moments after step {first - 1}, and {path} is "
-            f"not there; what can be begun with: {sorted({1, *starts} & recorded.steps.keys())} "
+            f"--from {first} needs the weights and moments after step {first - 1}, but {path} is "
+            f"missing; possible first steps: {sorted({1, *starts} & recorded.steps.keys())} "
             "(checkpoint.every and checkpoint.keep keep more)"
         )
     checkpoint.verify(path)
@@ -315,12 +317,12 @@ def _placement(
         numbers = " and ".join(map(str, sorted({line["num_ranks"] for line in lines})))
         notes.append(
             f"{world.size} ranks replay what {numbers} trained: sums are taken in another order, "
-            "so bits cannot be expected"
+            "so bits may differ"
         )
     machine = {"torch": torch.__version__, "device": world.device.type}
     for key, value in machine.items():
         if life["opened"][key] != value:
-            notes.append(f"{key} is {value}, it was {life['opened'][key]}: bits cannot be expected")
+            notes.append(f"{key} is {value}, but was {life['opened'][key]}: bits may differ")
     return placement, notes
 
 
@@ -330,14 +332,14 @@ def _on_threads(recorded: Recorded, steps: range) -> str:
     if opened["device"] != "cpu" or opened["threads"] == 1:
         return ""
     return (
-        f"the run computed with {opened['threads']} threads: on busy cores sums may then come out "
-        "in another order, which run.threads = 1 rules out"
+        f"the run computed with {opened['threads']} threads: on busy cores the order of sums may "
+        "vary, which run.threads = 1 prevents"
     )
 
 
 def _has_same_sums(line: Mapping[str, Any], world: World) -> bool:
-    """Tell whether these ranks add up in the order of those that wrote a line. A lone trainer that
-    had one sampler trained the rows that both as one make.
+    """Return whether these ranks add up in the order of those that wrote a line. A lone trainer
+    that had one sampler trained the rows that both as one make.
     """
     num_ranks, num_trainers = line["num_ranks"], line["num_trainers"]
     is_pair = (num_ranks, num_trainers, world.size) == (2, 1, 1)

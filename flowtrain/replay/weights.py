@@ -71,7 +71,7 @@ def compare(
     where, largest = "", 0.0
     for name in names:
         if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
-            where = where or "only one of them has a tensor of this name and shape"
+            where = where or "only one version has a tensor of this name and shape"
             continue
         largest = max(largest, float((ours[name].double() - theirs[name].double()).abs().max()))
         where = where or _first_word(ours[name], theirs[name])
@@ -80,7 +80,7 @@ def compare(
 
 def unknown(step: int, names: tuple[str, ...]) -> Difference:
     """Describe a version that the run has no more."""
-    why = "the run has no longer this version (keep more with weights.keep)"
+    why = "the run no longer has this version (weights.keep sets how many stay)"
     return Difference(step, names, why, None)
 
 

@@ -1,5 +1,5 @@
-"""Rewards of answers: by rules, and behind them by a language model as judge, or by functions that
-users write.
+"""Rewards of answers: by rules, with a language model as a fallback judge, or by user-written
+functions.
 """
 
 from flowtrain.rewards.functions import ByPolicy, RewardFunctions

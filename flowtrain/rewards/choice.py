@@ -1,7 +1,8 @@
 """Multiple choice: the option that an answer names, by letter or text.
 
-Read are a letter or an option's text alone, both, and a last sentence that states one: "the answer
-is (B)", "The capital is Oslo". One that may deny it, doubts or names two options states none.
+The answer may be a letter, an option's text, both, or end with a sentence that states one: "the
+answer is (B)", "The capital is Oslo". A sentence that denies, doubts or names two options states
+none.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _FRAME = re.compile(
     r"(?:most likely\s+)?(?:(?:option|choice|answer)[\s:]*)?",
     re.IGNORECASE,
 )
-"""What may stand before a letter."""
+"""Text that may precede a letter."""
 _OPENER = r"(?:Wait|No|Actually|Sorry|Correction|But|Hmm)\b"
 _LETTER = re.compile(r"[(\[\"']*([A-Za-z])(?![\w'+-])[)\]\"']*\s*([.:,)-]?)\s*")
 _AFTER = re.compile(r"(?:is (?:the )?(?:correct|right|best)(?: (?:answer|option|choice))?)?[.!]*")

@@ -1,8 +1,8 @@
-"""Rewards by functions that users write, alone or as a weighted sum with built-in scorers.
+"""Rewards by user-written functions, alone or in a weighted sum with built-in scorers.
 
-A function runs in this process, not in the sandbox. It has a deadline per call: a plain one runs in
-a thread of its own, all async ones in one event loop of their own, so that no function holds up the
-event loop of a node, and clients of async ones live on from step to step.
+A function runs in this process, not in the sandbox. Each call has a deadline. A plain function runs
+in its own thread; all async functions share a separate event loop, so that no function blocks the
+event loop of a node, and their clients persist between steps.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ from flowtrain.utils.text import encodable
 from flowtrain.utils.threads import LoopThread
 
 FAILURES = ("exception", "timeout", "value")
-"""Why a function has failed a rollout, as `scored_by` has it at its end."""
+"""Reasons for which a function fails a rollout, as the end of `scored_by`."""
 MAX_CONCURRENCY = 32
-"""Calls under way at a time, per rank."""
+"""Largest number of concurrent calls per rank."""
 MAX_LOST = 64
-"""Threads, beside those of calls under way, that may be lost to functions which do not return: no
-thread can be ended from outside."""
+"""Number of further threads that may be lost to functions that never return, because a thread
+cannot be killed."""
 
 _MAX_ERROR = 300
 _loop = LoopThread("reward functions")
-"""Of async functions: one that blocks holds up no rollout."""
+"""Event loop of async functions, separate so that a blocking one delays no rollout."""
 _log = logging.getLogger(__name__)
 
 
 def failure_of(scored_by: str) -> str:
-    """Return the one of FAILURES that a `scored_by` ends with, or ""."""
+    """Return the entry of FAILURES at the end of `scored_by`, or ""."""
     reason = scored_by.rpartition(": ")[2]
     return reason if reason in FAILURES else ""
 
 
 class ByPolicy(dict[str, float]):
-    """A reward, or a part of one, that is another for each policy; 0 for those without a name.
+    """A reward, or a part of one, with a value per policy; 0 for policies that are not named.
 
     Example: return ByPolicy(solver=float(is_right), verifier=float(verdict == is_right))
     """
 
 
 _Parts = dict[str, float | tuple[float, ...] | ByPolicy]
-"""By name; of a tuple each number is of a turn."""
+"""Parts by name; a tuple has one number per turn."""
 _Arguments = tuple[Task, str, Trajectory]
 
 
 class _Failed(Exception):
-    """A call that gave no reward."""
+    """Raised for a call without a valid reward."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -72,11 +72,11 @@ class _Failed(Exception):
 
 
 class _Function(NamedTuple):
-    """A function as the config names it."""
+    """A reward function of the config."""
 
     name: str
     part: str
-    """The name of what it returns, where that is a number."""
+    """Name of the part, if the function returns a number."""
     weight: float
     call: Callable[[Task, str, Trajectory], Any]
     is_async: bool
@@ -88,21 +88,22 @@ class RewardFunctions:
 
     options: Reward
     policies: tuple[PolicyName, ...]
-    """Those of the run; a rollout's `reward` is that of the first."""
+    """The policies of the run; a rollout's `reward` belongs to the first one."""
     functions: tuple[_Function, ...]
     gate: asyncio.Semaphore
     pool: BlockingPool
-    """Threads of plain functions."""
+    """The threads of plain functions."""
     warned: set[str] = field(default_factory=set)
-    """Which failures were told; the metrics count the others."""
+    """Kinds of failures already reported; metrics count further ones."""
 
     @classmethod
     def load(
         cls, options: Reward, policies: tuple[PolicyName, ...] = ("planner",)
     ) -> RewardFunctions | None:
-        """Import the functions of `reward.function`; None where it is unset.
+        """Return the imported functions of `reward.function`; None if unset.
 
-        Raises UserError for one that is not there or does not take (task, answer, trajectory).
+        Raises UserError for a missing function, or one without the parameters (task, answer,
+        trajectory).
         """
         if not options.function:
             return None
@@ -112,7 +113,8 @@ class RewardFunctions:
             function for place, function in enumerate(functions) if function.part in parts[:place]
         ]:
             raise UserError(
-                f"reward.function={twins[0].name!r}: another one is called {twins[0].part!r}, too"
+                f"reward.function={twins[0].name!r}: two functions have the part name "
+                f"{twins[0].part!r}"
             )
         pool = BlockingPool(MAX_CONCURRENCY + MAX_LOST, "reward")
         return cls(options, policies, functions, asyncio.Semaphore(MAX_CONCURRENCY), pool)
@@ -123,21 +125,21 @@ class RewardFunctions:
         return " + ".join(function.name for function in self.functions)
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Raise UserError for a task that a built-in scorer among the functions cannot score."""
+        """Raise UserError for a task that one of the built-in scorers cannot score."""
         for function in self.functions:
             if function.name not in SCORERS:
                 continue
             for task in tasks:
                 if not task.answers:
                     raise UserError(
-                        f"task {task.id!r}: reward.function={function.name!r} needs an answer, and "
-                        "there is none"
+                        f"task {task.id!r}: reward.function={function.name!r} needs an answer, "
+                        "but the task has none"
                     )
                 check(replace(task, scorer=function.name))
 
     async def score(self, trajectory: Trajectory) -> Trajectory:
-        """Fill `reward`, `reward_parts` and `scored_by`, or let the rollout fail;
-        32 at a time.
+        """Return the rollout with `reward`, `reward_parts` and `scored_by` filled, or failed; 32 at
+        a time.
         """
         if trajectory.error:
             return trajectory
@@ -164,7 +166,7 @@ class RewardFunctions:
         )
 
     def _total(self, terms: Sequence[float | ByPolicy], policy: PolicyName) -> float:
-        """Add up what a policy gets. Raises _Failed where that is out of bounds."""
+        """Return a policy's total reward. Raises _Failed if out of bounds."""
         total = _sum([x.get(policy, 0.0) if isinstance(x, ByPolicy) else x for x in terms])
         reward = self.options.bounded(total)
         if reward is None:
@@ -179,8 +181,8 @@ class RewardFunctions:
     async def _call_all(
         self, trajectory: Trajectory
     ) -> tuple[dict[str, float], list[float | ByPolicy], tuple[float, ...]]:
-        """Call each function; return the parts by name, those of one policy as "part/policy", the
-        parts with their weights, and what they give each turn.
+        """Call each function; return the parts by name (of one policy as "part/policy"), the
+        weighted parts, and the turn rewards.
         """
         parts: dict[str, float] = {}
         terms: list[float | ByPolicy] = []
@@ -188,12 +190,13 @@ class RewardFunctions:
         for function in self.functions:
             for name, part in (await self._call(function, trajectory)).items():
                 if name in parts:
-                    text = f"reward function {function.name}: another one gives {name!r}, too"
+                    text = f"reward function {function.name}: another function returns {name!r} too"
                     raise _Failed("value", text)
                 if isinstance(part, ByPolicy):
                     if strangers := part.keys() - set(self.policies):
                         text = (
-                            f"{name!r} has a reward of {strangers.pop()!r}, no policy of this run"
+                            f"{name!r} has a reward for {strangers.pop()!r}, which is no policy "
+                            "of this run"
                         )
                         raise _Failed("value", f"reward function {function.name}: {text}")
                     parts |= {f"{name}/{policy}": x for policy, x in part.items()}
@@ -238,22 +241,22 @@ class RewardFunctions:
         finally:
             running.cancel()
         if running.cancelled():
-            raise _Failed("exception", "it was cancelled from inside")
+            raise _Failed("exception", "the function cancelled itself")
         return running.result()
 
     def _warn(self, failure: _Failed) -> None:
-        """Tell the first failure of each kind."""
+        """Warn of the first failure of each kind."""
         if failure.reason not in self.warned:
             self.warned.add(failure.reason)
             _log.warning(
-                "%s; such a rollout fails, and is counted as reward_failures/%s",
+                "%s; the rollout fails and is counted as reward_failures/%s",
                 failure,
                 failure.reason,
             )
 
 
 def _sum(terms: Sequence[float]) -> float:
-    """Add without rounding on the way, as far as floats go; NaN beyond that."""
+    """Return the exactly rounded sum of floats; NaN on overflow."""
     try:
         return math.fsum(terms)
     except (OverflowError, ValueError):
@@ -261,7 +264,7 @@ def _sum(terms: Sequence[float]) -> float:
 
 
 def _sum_of(part: float | tuple[float, ...] | ByPolicy) -> float:
-    """Add up what turns or policies have of a part."""
+    """Return the sum of a part over turns or policies."""
     if isinstance(part, ByPolicy):
         return _sum(list(part.values()))
     return _sum(part) if isinstance(part, tuple) else part
@@ -281,7 +284,7 @@ async def _attempt_async(function: _Function, arguments: _Arguments) -> _Parts:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raise _Failed in place of what a function raises, with the place, in one line."""
+    """Raise _Failed instead of a function's error, with its source line, in one line."""
     try:
         yield
     except _Failed:
@@ -296,7 +299,7 @@ def _explained() -> Iterator[None]:
 
 
 def _parts(function: _Function, value: object) -> _Parts:
-    """Read what a function returned. Raises _Failed for anything but numbers."""
+    """Return the parts of a function's result. Raises _Failed for anything but numbers."""
     if isinstance(value, ByPolicy):
         value = {function.part: value}
     if not isinstance(value, Mapping):
@@ -317,7 +320,7 @@ def _parts(function: _Function, value: object) -> _Parts:
             raise _Failed("value", f"its part {_shown(name)} is {_shown(part)}, not a number")
         parts[name] = float(part) if numbers is not part else tuple(map(float, numbers))
     sums = {name: _sum_of(part) for name, part in parts.items()}
-    if problem := "it returned no part" if not parts else part_problem(sums):
+    if problem := "it returned an empty mapping" if not parts else part_problem(sums):
         raise _Failed("value", problem)
     return parts
 

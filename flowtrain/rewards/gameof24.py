@@ -89,7 +89,7 @@ def _has_numbers(expression: str, numbers: Sequence[int]) -> bool:
 def is_right(expression: str, numbers: Sequence[int]) -> bool:
     """Return whether an expression makes exactly 24 of the numbers, each used once.
 
-    It joins them by + - * / and parentheses, with no sign before a number. Safe for any text.
+    The expression joins them by + - * / and parentheses, without unary signs. Safe for any text.
     """
     num_signs = len(re.findall(r"[-+*/]", expression))
     if (

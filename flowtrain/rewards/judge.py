@@ -19,10 +19,10 @@ from flowtrain.utils.shared_calls import Together
 from flowtrain.utils.text import THINK_END, encodable
 
 DEADLINE_S = 300.0
-"""Seconds per question; without a verdict by then the rule's score stands."""
+"""Seconds per question, after which the rule's score stands."""
 _MAX_CONCURRENCY = 32
 MAX_LINE = 200
-"""Characters of the line with the judgement; a longer line has none."""
+"""Longest line with a judgement, in characters."""
 
 _PROMPT = """You decide whether an answer to a question is right.
 
@@ -58,7 +58,7 @@ _JUDGEMENT = re.compile(
 
 
 class Judge:
-    """Decides whether answers are right; never asks its engine the same twice."""
+    """Decides whether answers are right, and asks its engine each question only once."""
 
     def __init__(self, engine: ChatEngine, cache: JudgeCache, options: JudgeOptions) -> None:
         self._engine = engine
@@ -70,8 +70,8 @@ class Judge:
         self._gate = asyncio.Semaphore(_MAX_CONCURRENCY)
 
     async def judge(self, task: Task, answer: str) -> bool | None:
-        """Decide whether a final answer is right; None where the judge gives no verdict. Equal ones
-        side by side are asked about once, and 32 at a time.
+        """Return whether a final answer is right; None without a verdict. Concurrent equal
+        questions share a request; at most 32 run at a time.
         """
         self._counts["judged"] += 1
         return await self._together(judge_prompt(task, answer))
@@ -92,7 +92,7 @@ class Judge:
             return [await self._ask(prompt)]
 
     async def _ask(self, prompt: str) -> bool | None:
-        """Ask, and ask once more, with another seed, after a reply without a judgement."""
+        """Return the judgement, after one retry with another seed for a reply without one."""
         for seed in (0, 1):
             self._counts["asked"] += 1
             try:
@@ -113,8 +113,8 @@ class Judge:
 def judge_prompt(task: Task, answer: str) -> str:
     """Render the judge's prompt.
 
-    As JSON an answer stays on its line, so it cannot pass for a part of the prompt, nor can a
-    quotation of it pass for the judgement, nor a text for a special token.
+    As JSON an answer stays on one line, so it cannot imitate the prompt, its quotation cannot
+    imitate a judgement, and no text can form a special token.
     """
     texts = {
         "question": task.question,

@@ -1,4 +1,4 @@
-"""Judgements on disk, shared by processes and restarts, so that nothing is asked twice."""
+"""A cache of judgements on disk, shared by processes and across restarts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCHEMA = (
     "(key TEXT PRIMARY KEY, is_right INTEGER NOT NULL, reply TEXT NOT NULL)"
 )
 _WAIT_S = 30.0
-"""Seconds to wait for another process that writes."""
+"""Seconds to wait for another writing process."""
 
 
 class JudgeCache:
@@ -31,7 +31,7 @@ class JudgeCache:
             connection.execute(_SCHEMA)
 
     def get(self, engine: str, prompt: str) -> bool | None:
-        """Return the judgement, or None where there is none yet."""
+        """Return the judgement, or None if missing."""
         with self._writing() as connection:
             row = connection.execute(
                 "SELECT is_right FROM verdicts WHERE key = ?", (_key(engine, prompt),)
@@ -39,7 +39,7 @@ class JudgeCache:
         return None if row is None else bool(row[0])
 
     def put(self, engine: str, prompt: str, is_right: bool, reply: str) -> None:
-        """Keep a judgement with its reply, unless there is one already."""
+        """Store a judgement with its reply, unless one exists."""
         with self._writing() as connection:
             connection.execute(
                 "INSERT OR IGNORE INTO verdicts VALUES (?, ?, ?)",

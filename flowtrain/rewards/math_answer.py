@@ -1,6 +1,6 @@
 """Compare mathematical answers: by their text, and where they are numbers by their value.
 
-What this file does not read is for math-verify (`symbolic.py`).
+Other notation is left to math-verify (`symbolic.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEAD = re.compile(
     r"(?: (?:is|are|equals|is equal to)(?: equal to)?:? |: ?)",
     re.IGNORECASE,
 )
-"""What may stand before a value; in any other sentence ("I doubt that it is 5") nothing is read."""
+"""Text that may precede a value; any other sentence ("I doubt that it is 5") states none."""
 _COUNTED = re.compile(r"(.*[0-9)}]) ([A-Za-z]{3,})")
 _AFTER_UNIT = re.compile(r"(?<=[A-Za-z]{2}) (?:from [A-Z]|long|wide|tall|high|deep|old|apart)$")
 _MINUS = re.compile(r"^(?:minus|negative) (?=[0-9\\])", re.IGNORECASE)

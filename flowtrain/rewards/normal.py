@@ -1,9 +1,10 @@
 """The normalisation of SQuAD (Rajpurkar et al. 2016), with its mistakes corrected.
 
-It drops case, punctuation, articles and repeated white space. Here, what makes a number or a name
-another one stays: decimal points, minus signs, what stands between digits (10.8 is not 108, 1-0 is
-not 10), < and >, and the signs of B+, B- and C#. Accents do not count (Tem\u00fcr is Temur), & is
-and, J. K. is J.K., and what nobody sees (soft hyphens, a byte order mark) is not there.
+The normalisation drops case, punctuation, articles and repeated white space. Here, what makes a
+number or a name another one stays: decimal points, minus signs, what stands between digits (10.8 is
+not 108, 1-0 is not 10), < and >, and the signs of B+, B- and C#. Accents do not count (Tem\u00fcr
+is Temur), & is and, J. K. is J.K., and what nobody sees (soft hyphens, a byte order mark) is not
+there.
 """
 
 from __future__ import annotations

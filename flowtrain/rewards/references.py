@@ -50,19 +50,19 @@ def check_source(source: TaskSource) -> None:
         return
     task, answer = wrong[0]
     raise UserError(
-        f"tasks.path={source.path!r}: the solutions of {len(wrong)} of {len(cases)} rows are wrong "
-        f"by their own scorer {task.scorer!r}: {shortened(answer)!r} is not the accepted "
+        f"tasks.path={source.path!r}: the scorer {task.scorer!r} rejects the solutions of "
+        f"{len(wrong)} of {len(cases)} rows: {shortened(answer)!r} is not the accepted "
         f"{shortened(' | '.join(task.answers))!r} of {task.id}; another column "
         f"(tasks.answer_key), rule (tasks.scorer) or layout (tasks.preset, here {source.preset}) "
-        "may fit"
+        "may be the right one"
     )
 
 
 def _right_answer(task: Task, solution: str) -> str:
     """Return what a policy that has solved the task would answer.
 
-    That is what the solution marks ("#### 72", a box). A sentence that says the accepted answer
-    counts as that answer, because a policy is asked for the answer alone.
+    The answer is the marked part of the solution ("#### 72", a box). A sentence that says the
+    accepted answer counts as that answer, because a policy is asked for the answer alone.
     """
     text = final_answer(solution or next(iter(task.answers), ""))
     marked = marked_answer(text)

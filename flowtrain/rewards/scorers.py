@@ -1,4 +1,4 @@
-"""The rules that score answers, by name, and the one place that scores by them."""
+"""The scoring rules of answers by name, and the function that applies them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from flowtrain.rewards import choice, exact, gameof24, math_answer, squad, symbo
 Rule = Callable[[Task, str], float]
 
 MAX_CHARS = 2000
-"""Characters that rules read, at the end of a longer text, which no judge is asked about."""
+"""Number of characters that rules read, from the end of a longer text; a judge never sees longer
+texts."""
 
 SCORERS: dict[str, Rule] = {
     "exact": exact.exact_match,
@@ -24,7 +25,7 @@ SCORERS: dict[str, Rule] = {
 
 
 def check(task: Task) -> None:
-    """Raise UserError for a scorer that does not exist, or that cannot use the task's answers."""
+    """Raise UserError for an unknown scorer, or one that cannot use the task's answers."""
     if task.scorer not in SCORERS:
         raise UserError(
             f"task {task.id!r}: scorer {task.scorer!r} is unknown; known: {', '.join(SCORERS)}"
@@ -33,8 +34,8 @@ def check(task: Task) -> None:
 
 
 async def by_rule(task: Task, answer: str) -> tuple[float, str]:
-    """Return the reward of a final answer by the task's scorer, and what gave it. Behind the rule
-    of `math` stands math-verify. Raises UserError as `check` does.
+    """Return the reward of a final answer by the task's scorer, and the scorer's name; `math` falls
+    back to math-verify. Raises UserError as `check` does.
     """
     if task.scorer not in SCORERS:
         check(task)

@@ -1,5 +1,5 @@
-"""The reward of a rollout: by its task's rule, and behind that by a language model as judge, or by
-functions that users write, or as its environment or program reported it.
+"""The reward of a rollout: from its task's rule with a fallback judge, from user-written functions,
+or as reported by its environment or program.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REFUSALS = {
 REPORTED = "reported"
 """`scored_by` of a reward that the rollout's environment or program reported."""
 FINAL_SCORERS = ("f1", "gameof24")
-"""Scorers that no judge overrules: one grades, the other proves."""
+"""Scorers that no judge overrules, because they grade or prove."""
 
 
 def score(
@@ -67,14 +67,13 @@ async def score_one(
 ) -> Trajectory:
     """Return the rollout with `reward` and `scored_by` filled.
 
-    A task's rule scores the answer. Where it gives 0 (or always, by
-    `judge.mode`), the judge is asked, unless there is no answer; without a judgement the rule's
-    reward stands, or the rollout fails where the judge alone decides. A reward that the rollout's
-    environment or program reported, within `low` to `high` of `bounds` (0 to 1), takes the rule's
-    place, and reward functions that of all of it. A failed rollout gets no reward, and one whose
-    reward lies outside of the bounds fails.
+    A task's rule scores the answer. If it gives 0 (or always, by `judge.mode`), the judge decides,
+    unless there is no answer; without a judgement the rule's reward stands, or the rollout fails if
+    only the judge may decide. A reported reward within `low` to `high` of `bounds` (0 to 1)
+    replaces the rule, and reward functions replace both. A failed rollout gets no reward, and a
+    reward out of bounds fails the rollout.
 
-    Raises UserError when a task names an unknown scorer, or one that cannot use its answers.
+    Raises UserError for an unknown scorer, or one that cannot use the task's answers.
     """
     if functions is not None:
         return await functions.score(trajectory)
@@ -97,7 +96,7 @@ async def score_one(
 
 
 def _scored(trajectory: Trajectory, reward: float, scored_by: str, bounds: Reward) -> Trajectory:
-    """Fill the reward in, or let the rollout fail."""
+    """Return the rollout with its reward, or failed."""
     within = bounds.bounded(reward)
     problem = (
         f"scorer {scored_by}: its reward is {reward:g}, not from {bounds.low:g} to {bounds.high:g}"
@@ -112,20 +111,22 @@ def _scored(trajectory: Trajectory, reward: float, scored_by: str, bounds: Rewar
 
 
 def _is_for_judge(task: Task, answer: str, reward: float, mode: JudgeMode) -> bool:
-    """Return whether the judge is asked: about a rule's 0 alone, or first, about its 1 too."""
+    """Return whether the judge decides: only after a rule's 0, or first of all."""
     is_open = reward == 0 or mode != "rules-first"
     return is_open and not is_refusal(answer) and task.scorer not in FINAL_SCORERS
 
 
 def is_refusal(answer: str) -> bool:
-    """Return whether a final answer gives none ("", "None", "I don't know.")."""
+    """Return whether a final answer is a refusal ("", "None", "I don't know.")."""
     plain = " ".join(answer[:100].casefold().replace("\u2019", "'").split())
     plain = plain.strip(" .!?\"'*`()[]<>")
     return not plain or plain in _REFUSALS
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
-    """Permute the rewards of all finished rollouts: a control with nothing to learn."""
+    """Return the groups with the rewards of finished rollouts permuted: a control without a
+    signal.
+    """
     rewards = [
         (rollout.reward, rollout.policy_rewards) for group in groups for rollout in group.finished
     ]

@@ -29,7 +29,7 @@ def exact_match(task: Task, answer: str) -> float:
 def token_f1(task: Task, answer: str) -> float:
     """Return the best F1 between the tokens of the answer and those of an accepted one.
 
-    It is 0 beside yes or no unless the two are equal.
+    F1 with yes or no is 0 unless the two are equal.
     """
     text = normalise(plain(answer))
     return max((_f1(text, normalise(plain(accepted))) for accepted in task.answers), default=0.0)

@@ -107,8 +107,8 @@ def _is_installed() -> bool:
     if find_spec("math_verify") is not None:
         return True
     warnings.warn(
-        "math answers that are no plain numbers are compared as text: "
-        "pip install 'flowtrain[math]'",
+        "math-verify is not installed, so math answers other than plain numbers are compared as "
+        "text: pip install -e '.[math]'",
         RuntimeWarning,
         stacklevel=2,
     )

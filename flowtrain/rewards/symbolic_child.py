@@ -1,9 +1,9 @@
 """Compares values in mathematical texts; a program that `symbolic.py` runs in the sandbox.
 
-math-verify's grammar reads them. It is generous: it takes an open interval for a pair, drops what
-follows a sign of approximation, and compares numbers with an absolute tolerance. So only known
-notation is read, to its end, and values are compared at points, to many digits of the smallest
-term: e^{-200} is not 0.
+math-verify's grammar reads them. The grammar is lenient: an open interval passes for a pair, text
+after a sign of approximation is dropped, and numbers compare with an absolute tolerance. So only
+known notation is read, to its end, and values are compared at points, to many digits of the
+smallest term: e^{-200} is not 0.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def imitate_file(components: LearnerComponents, interrupt: Interrupt) -> int:
     key = f"rft.conversations={config.rft.conversations!r}"
     summary = f"{num_turns:.0f} replies{listed(', left out: {}', num_excluded)}"
     if world.max([not batch.samples])[0]:
-        raise UserError(f"{key} leaves a rank without a reply: {summary}")
+        raise UserError(f"{key} leaves a rank without replies to train on: {summary}")
     if world.is_main:
         print(f"{key}: {summary}", flush=True)
     run_dir = components.open_run_dir()
@@ -87,7 +87,7 @@ def _conversation(row: Row, where: str) -> ChatRequest:
         if unread_key := next(
             (k for k, value in items if k not in _KEYS and value is not None), ""
         ):
-            raise UserError(f"{where}: messages.{number}.{unread_key} is not read; take it out")
+            raise UserError(f"{where}: messages.{number}.{unread_key} is not supported; remove it")
     fields = {key: row[key] for key in ("messages", "tools") if key in row}
     if isinstance(messages, list):
         fields["messages"] = _with_ids(messages)
@@ -98,7 +98,7 @@ def _conversation(row: Row, where: str) -> ChatRequest:
     if all(message["role"] != "assistant" for message in request.messages):
         raise UserError(f"{where}: there is no message of the role 'assistant' to imitate")
     if request.messages[0]["role"] == "assistant":
-        raise UserError(f"{where}: the first message is a reply, and nothing asks for it")
+        raise UserError(f"{where}: the first message is a reply without a preceding question")
     return request
 
 
@@ -155,7 +155,7 @@ def _replies(dialect: Dialect, request: ChatRequest, where: str) -> Iterator[Cal
         ids = (*template.encode(text), end_id)
         if end_id in ids[:-1]:
             end = template.decode([end_id])
-            raise UserError(f"{where}: messages.{place} holds {end!r}, which would end it")
+            raise UserError(f"{where}: messages.{place} holds {end!r}, which would end the message")
         _check_calls(dialect, messages[place], template.text_of(ids, True), request.tools, where)
         zeros = (0.0,) * len(ids)
         yield Call(conversation.prompt_ids, ids, zeros, (), FinishReason.STOP, text)

@@ -60,8 +60,7 @@ def open_log(config: Config) -> DemonstrationLog:
         recorded_pins = json.loads(manifest.read_text()).get(PINS)
         if recorded_pins is None:
             raise UserError(
-                f"--run.dir {folder} is the folder of another run, without a teacher; choose "
-                "another"
+                f"--run.dir {folder} is the folder of a run without a teacher; choose another"
             )
         check_same(folder, recorded_pins, current_pins, "--run.dir")
     return DemonstrationLog(folder, current_pins, resumes=resumes)
@@ -93,9 +92,10 @@ class DemonstrationLog(RolloutLog[int]):
         missing = [number for number in range(num_rollouts) if number not in done_numbers]
         if missing and num_ranks > 1:
             raise UserError(
-                f"{self.path} has {num_rollouts - len(missing)} of rft.num_rollouts="
-                f"{num_rollouts} demonstrations, and one process asks a teacher: run it without "
-                "torchrun with --rft.collect_only true, then here with --resume auto"
+                f"{self.path} has {num_rollouts - len(missing)} of "
+                f"rft.num_rollouts={num_rollouts} demonstrations, and only a single process can "
+                "collect them: run it without torchrun and with --rft.collect_only true, then "
+                "here with --resume auto"
             )
         return missing
 
@@ -104,9 +104,9 @@ class DemonstrationLog(RolloutLog[int]):
         for number, entry in self.entries.items():
             if number < len(tasks) and entry.task_id != tasks[number].id:
                 raise UserError(
-                    f"{self.path} has the task {entry.task_id!r} as demonstration {number}, and it "
-                    f"is {tasks[number].id!r} now: the file of questions has changed; choose "
-                    "another --run.dir"
+                    f"{self.path} has the task {entry.task_id!r} as demonstration {number}, but "
+                    f"the task is {tasks[number].id!r} now, because the dataset has changed; "
+                    "choose another --run.dir"
                 )
 
     def read(self, numbers: Sequence[int]) -> Iterator[Trajectory]:

@@ -32,14 +32,14 @@ def make_expert(components: RunComponents, agent: Agent) -> Agent:
         return agent
     if not isinstance(agent, Flow):
         raise UserError(
-            "rft.expert='scripted' plays the planner of agent.name='agentflow', and it is "
-            f"{config.agent.name!r}, so use 'policy', or rft.conversations"
+            "rft.expert='scripted' requires agent.name='agentflow', which is "
+            f"{config.agent.name!r}; use rft.expert='policy' or rft.conversations"
         )
     unplanned = next((task for task in components.tasks.train if not task.plan), None)
     if unplanned is not None:
         raise UserError(
             f"rft.expert='scripted' needs tasks with a plan; tasks.name={config.tasks.name!r} has "
-            "none, so use 'policy'"
+            "none; use rft.expert='policy'"
         )
     return scripted(agent, config.rft.expert_error)
 
@@ -56,7 +56,7 @@ def asked_policies(config: Config) -> tuple[PolicyName, ...]:
 def draw_tasks(tasks: TaskSet, config: Config) -> list[Task]:
     """Draw long tasks more often, because an expert that errs seldom reaches their last turn.
 
-    That goes most of the way to showing all turns alike.
+    The weights make all turns nearly equally frequent.
     """
     rng = random.Random(derive_seed(config.run.seed, "rft"))
     reach = 1 - config.rft.expert_error if config.rft.expert == "scripted" else 1.0

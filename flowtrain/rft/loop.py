@@ -102,7 +102,7 @@ def _run(
         if missing_numbers and interrupt.requested:
             print(
                 f"{log.num_done} of {config.rft.num_rollouts} rollouts are in {log.path}; "
-                "--resume auto asks for the others"
+                "--resume auto collects the others"
             )
             return INTERRUPTED
     kept_rollouts, num_rejected = _select(config, demonstrations)
@@ -112,7 +112,7 @@ def _run(
     if log is not None:
         counts["usage"] = asdict(log.usage)
         if components.world.is_main:
-            print(f"asked of all models: {cost_text(log.usage)}")
+            print(f"usage of all models: {cost_text(log.usage)}")
     if config.rft.collect_only:
         return 0
     _check_any(components, batch, counts)
@@ -246,6 +246,6 @@ def _learn_from_teacher(
             scoring=components.scoring(),
         )
         if failed := log.failures:
-            text = f"{len(failed)} rollouts failed ({failed[0]}); --resume auto asks them again"
+            text = f"{len(failed)} rollouts failed ({failed[0]}); --resume auto repeats them"
             print(printable(text), file=sys.stderr)
     return list(log.read(range(world.rank, len(tasks), world.size)))

@@ -66,7 +66,7 @@ def _serve(options: argparse.Namespace, extras: Sequence[str]) -> int:
         if "://" not in options.database:  # several services may share a PostgreSQL server
             path = Path(options.database)
             lock = path.with_name(f"{path.name}.lock")
-            cure = "end it or give another --database"
+            cure = "end this process or choose another --database"
             cleanup.enter_context(Lock(lock, options.database, cure))
         ledger = open_ledger(config, options.database)
         run = ledger.run
@@ -133,10 +133,13 @@ def _audit(options: argparse.Namespace, extras: Sequence[str]) -> int:
         print(json.dumps(record, indent=1))
     else:
         counts = ", ".join(f"{num:,} {name}" for name, num in audit.counts.items())
-        print(counts or "nothing has happened yet")
+        print(counts or "the database holds no events yet")
         for policy, account in audit.tokens.items():
             print(f"tokens of {policy}: {account.text()}")
-        print("\n".join(f"problem: {problem}" for problem in audit.problems) or "it all adds up")
+        print(
+            "\n".join(f"problem: {problem}" for problem in audit.problems)
+            or "all counts are consistent"
+        )
     return 1 if audit.problems else 0
 
 
@@ -151,7 +154,7 @@ def _config(args: Sequence[str]) -> Config:
 
 def _refuse_extras(extras: Sequence[str]) -> None:
     if extras:
-        raise UserError(f"{extras[0]!r} is nothing that this command knows; see --help")
+        raise UserError(f"{extras[0]!r} is not an argument of this command; see --help")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -160,19 +163,21 @@ def _parser() -> argparse.ArgumentParser:
     run_options = "--config configs/quickstart.toml " + database
     run_usage = "--database DATABASE [--config FILE.toml] [--section.key VALUE ...]"
 
-    summary = "answer nodes and trainers, until Ctrl-C or SIGTERM"
+    summary = "serve nodes and trainers until Ctrl-C or SIGTERM"
     server = commands.add("serve", _serve, summary, example=f"{run_options} --port 8400")
     server.usage = f"{_COMMAND} serve [--host HOST] [--port PORT] [--tokens FILE] {run_usage}"
     server.epilog = (
         f"{server.epilog}. The run's options are those of python -m flowtrain.train, see its "
         "--help all; [dataflow] is read here."
     )
-    _add_database(server, "made where there is none; several services may have one on PostgreSQL")
+    _add_database(server, "created if missing; several services can share one on PostgreSQL")
     add_server(server, 8400)
 
-    summary = "issue, list or revoke tokens of nodes, trainers and monitors, for one name each"
+    summary = "issue, list or revoke access tokens of nodes, trainers and monitors, one per name"
     token = commands.add("token", _token, summary, example="issue eu-1 --tokens tokens.json")
-    text = "issue prints a new token, which is stored nowhere; servers see changes at once"
+    text = (
+        "issue prints a new token, of which only the hash is stored; servers apply changes at once"
+    )
     token.add_argument("action", choices=("issue", "list", "revoke"), help=text)
     text = "name of the node (its --name), policy of the trainer, or any name of a monitor"
     token.add_argument("name", metavar="NAME", nargs="?", help=text)
@@ -180,10 +185,10 @@ def _parser() -> argparse.ArgumentParser:
     token.add_argument("--role", choices=roles, default="node", help="default: node")
     add_tokens(token, required=True)
 
-    summary = "rates, buffers, staleness, nodes; a table that goes on in a terminal"
+    summary = "show rates, buffers, staleness and nodes; refreshes in a terminal"
     status = commands.add("status", _status, summary, example="http://host:8400")
     status.add_argument("url", metavar="URL", help="address of the service")
-    status.add_argument("--json", action="store_true", help="print a record for programs, once")
+    status.add_argument("--json", action="store_true", help="print the status once, as JSON")
     for option, default_s, purpose in (
         ("--every", 2.0, "between two looks"),
         ("--wait", 10.0, "to wait for an answer"),
@@ -191,10 +196,10 @@ def _parser() -> argparse.ArgumentParser:
         text = f"seconds {purpose} (default: {default_s:g})"
         status.add_argument(option, type=_seconds, default=default_s, metavar="S", help=text)
 
-    summary = "check that nothing was lost and nothing trained twice"
+    summary = "check that no group was lost or trained twice"
     audit = commands.add("audit", _audit, summary, example=database)
-    _add_database(audit, "it may be in use")
-    audit.add_argument("--json", action="store_true", help="print a record for programs")
+    _add_database(audit, "the database may be in use")
+    audit.add_argument("--json", action="store_true", help="print the result as JSON")
     return commands.parser
 
 
@@ -209,7 +214,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
     return seconds
 
 

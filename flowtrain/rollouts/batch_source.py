@@ -1,7 +1,7 @@
 """Batches that rollout nodes have made: this run as the dataflow knows it (`rollouts/contract.py`).
 
-While a batch fills rank 0 alone asks; then every rank fetches its share by itself. What is waited
-for is asked on a thread, so that a run that is asked to end does.
+While a batch fills rank 0 alone asks; then every rank fetches its share by itself. Waiting requests
+run on a thread, so that an interrupted run can end.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class BatchSource:
         what was asked for.
         """
         started = time.monotonic()
-        self._seen, self._heard = f"no answer about step {step} yet", started
+        self._seen, self._heard = f"no answer for step {step} yet", started
         batch = self._fetch(step)
         if batch is None:
             return None
@@ -159,7 +159,7 @@ class BatchSource:
         try:
             return account_of(self._dataflow.status()["policies"][self._policy]["tokens"])
         except (Refused, Unavailable) as error:
-            self._note(f"the account of tokens is not there: {error}")
+            self._note(f"the token account is not available: {error}")
             return None
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ class BatchSource:
             self._heard = time.monotonic()
             request = replace(request, wait_s=_ASK_S)
             if self._has_ended.wait(_PAUSE_S):
-                raise Unavailable("nobody waits for this batch any longer")
+                raise Unavailable("the trainer no longer waits for this batch")
         return batch
 
     def _missing_text(self) -> str:
@@ -253,7 +253,7 @@ class BatchSource:
             if is_asked:
                 return None
             if longest_s > self._options.wait_s:
-                raise Outage(f"{why()}; dataflow.wait_s={self._options.wait_s:g} s are over")
+                raise Outage(f"{why()}; dataflow.wait_s={self._options.wait_s:g} s have passed")
             if waited_s > next_note_s:
                 self._note(f"{why()} ({waited_s:.0f} s)")
                 next_note_s *= 2
@@ -298,8 +298,8 @@ class BatchSource:
 
 
 def connect(config: Config) -> Client:
-    """Make the client of the service at dataflow.url; the token is FLOWTRAIN_TOKEN. It has more
-    patience than a `BatchSource`, which knows what is waited for.
+    """Make the client of the service at dataflow.url; the token is FLOWTRAIN_TOKEN. Its patience
+    exceeds that of `BatchSource`, which knows the cause of a wait.
     """
     from flowtrain.rollouts.client import Client
 

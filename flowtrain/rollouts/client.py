@@ -54,8 +54,8 @@ _ADVICE = {
     302: "; redirects are not followed, give the final address",
     307: "; redirects are not followed, give the final address",
     308: "; redirects are not followed, give the final address",
-    401: f"; set {serving.TOKEN_VARIABLE} to that of the service",
-    404: "; is this the address of a dataflow, and of the same flowtrain?",
+    401: f"; set {serving.TOKEN_VARIABLE} to the token of the service",
+    404: "; is this the address of a dataflow service of the same flowtrain version?",
 }
 
 
@@ -129,7 +129,7 @@ class Client:
             yield
         except (Ended, TimeoutError):
             raise Unavailable(
-                f"{self.url}: nobody waits for an answer to {name} any longer"
+                f"{self.url}: the caller no longer waits for an answer to {name}"
             ) from None
 
     async def _answer(self, name: str, request: Any, deadline: float) -> Any:
@@ -137,7 +137,7 @@ class Client:
         body = b"" if request is None else pack(request)
         if len(body) > METHODS[name].max_bytes:
             raise Refused(
-                f"{name}: a request of {len(body)} bytes, the service takes "
+                f"{name}: a request of {len(body)} bytes exceeds the service's limit of "
                 f"{METHODS[name].max_bytes}"
             )
         limit_s = (
@@ -146,7 +146,7 @@ class Client:
 
         def say(num_failures: int, failure: Transient) -> None:
             if num_failures == _SAY_AFTER:
-                text = "%s: %s; %s is asked again for up to %g s"
+                text = "%s: %s; %s is retried for up to %g s"
                 _log.warning(text, self.url, failure, name, self.wait_s)
 
         try:
@@ -208,7 +208,7 @@ def _decoded(content: bytes, kind: Any) -> Any:
         return unpack(content, kind)
     except Refused as error:
         raise Transient(
-            f"an answer that is none ({str(error)[:200]}); is this the address of a dataflow?"
+            f"an invalid answer ({str(error)[:200]}); is this the address of a dataflow service?"
         ) from error
 
 

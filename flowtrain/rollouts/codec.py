@@ -100,7 +100,7 @@ def decoded(plain: bytes, max_bytes: int = MAX_GROUP_BYTES) -> Group:
 
     group = _each_call(packed.group, join)
     if next(shared, None) is not None:
-        raise Refused("malformed group: it says of more prompts than it has what they share")
+        raise Refused("malformed group: it lists shared prefixes for more prompts than it has")
     return group
 
 
@@ -163,7 +163,7 @@ def inflated(data: bytes, max_bytes: int = MAX_GROUP_BYTES) -> bytes:
     if inflate.unconsumed_tail:
         raise Refused(f"a group may have {max_bytes} bytes, this one has more")
     if not inflate.eof or inflate.unused_data:
-        raise Refused("malformed group: it was cut, or something follows it")
+        raise Refused("malformed group: it is truncated or has trailing bytes")
     return plain
 
 
@@ -178,12 +178,12 @@ def _decoder(kind: type) -> msgspec.msgpack.Decoder[Any]:
 def _encode_hook(value: Any) -> Any:
     if isinstance(value, array) and value.typecode == "i":
         return msgspec.msgpack.Ext(_ARRAY, value.tobytes())
-    raise TypeError(f"{type(value).__name__} has no place in a message")
+    raise TypeError(f"{type(value).__name__} cannot be part of a message")
 
 
 def _array(code: int, data: memoryview) -> Any:
     if code != _ARRAY or len(data) % 4:
-        raise ValueError(f"extension {code} of {len(data)} bytes is no array")
+        raise ValueError(f"extension {code} of {len(data)} bytes is not an array")
     values = array("i")
     values.frombytes(data)
     return values
@@ -192,7 +192,7 @@ def _array(code: int, data: memoryview) -> Any:
 def _decode_hook(kind: type, value: Any) -> Any:
     if kind is array and isinstance(value, array):
         return value
-    raise ValueError(f"{type(value).__name__} is no {kind.__name__}")
+    raise ValueError(f"{type(value).__name__} is not a {kind.__name__}")
 
 
 _LOCK = threading.Lock()

@@ -1,14 +1,14 @@
-"""The requests of rollout nodes and trainers to the dataflow, and its answers.
+"""The contract of the dataflow: requests of rollout nodes and trainers, and the answers.
 
-A node joins, leases work items (one task each, from which it makes a group of G rollouts), renews
-its leases while it works and pushes each finished group. A trainer registers the policy that it
-trains, asks for the batch of a step, and reports the weight version it has published and the step
-of its checkpoint. It also asks for evaluations: each of their questions is a work item, too, which
-nodes lease before any other. `Ledger` answers from a database, `Client` by asking a service.
+A node joins, leases work items (one task each, for a group of G rollouts), renews its leases while
+it works and pushes each finished group. A trainer registers the policy that it trains, asks for the
+batch of a step, and reports the weight version it has published and the step of its checkpoint. A
+trainer also requests evaluations, whose questions are work items that nodes lease first. `Ledger`
+answers from a database, `Client` by asking a service.
 
 Times are durations in seconds on the ledger's clock, so the clocks of nodes may differ. Weight
-version v is the policy after v steps: step s trains version s - 1 into version s. Every request may
-be sent again: the answer is the same and nothing happens twice.
+version v is the policy after v steps: step s trains version s - 1 into version s. Requests are
+idempotent: a repeated request gets the same answer and has no further effect.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any, Protocol
 from flowtrain.records import Task
 
 PROTOCOL = 6
-"""Version of these messages and of the records in a payload; others are refused."""
+"""Version of these messages and of the records in a payload; other versions are rejected."""
 
 
 class Refused(Exception):
-    """The request is refused and asking again will not change that: an unknown policy, another
-    model, a malformed group.
+    """The dataflow rejects the request for good: an unknown policy, another model, a malformed
+    group.
     """
 
 
 class NotAllowed(Refused):
-    """The token is unknown, was revoked, or is not for this request."""
+    """The token is unknown, revoked, or not valid for this request."""
 
 
 class Unavailable(Exception):
@@ -39,19 +39,19 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """A policy as its trainer last described it."""
+    """The state of a policy as last reported by its trainer."""
 
     version: int
     """The newest version that can be pulled."""
     store: str
-    """Folder or URL of the weight store, as the trainer sees it; a node may know a better way."""
+    """Folder or URL of the weight store as seen by the trainer; a node may use another address."""
     layout: str
     """Digest of the tokenizer and of the names, shapes and dtypes of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A node takes part. When its process has been restarted, the leases of the old one end."""
+    """Registers a node. A restart of its process ends the leases of the old one."""
 
     node: str
     """Name, unique among nodes: letters, digits, ".", "_", "-"; at most 100 of them."""
@@ -64,7 +64,7 @@ class Join:
 @dataclass(frozen=True, slots=True)
 class Joined:
     run: str
-    """Identity of the run; requests of another one are refused."""
+    """Identity of the run; requests of another run are rejected."""
     config: str
     """The run's options as TOML."""
     group_size: int
@@ -78,35 +78,35 @@ class LeaseRequest:
     node: str
     life: str
     num: int
-    """Number of work items wanted, 1 to 1024; fewer may come."""
+    """Largest number of work items to lease, 1 to 1024."""
     versions: Mapping[str, int] = field(default_factory=dict)
     """By policy, the weight version that the node samples with."""
     busy_s: float = 0.0
-    """Seconds since the last request in which at least one rollout was under way."""
+    """Seconds since the last request with at least one running rollout."""
     waited_s: float = 0.0
-    """Seconds since the last request in which none was, because the node had no lease."""
+    """Seconds since the last request without a running rollout, for lack of a lease."""
     key: str = ""
-    """Random id of this request; sent again, it gets the same leases."""
+    """Random id of this request; a repeated request gets the same leases."""
     sampled: Mapping[str, int] = field(default_factory=dict)
-    """By policy, the tokens that this process has sampled since it joined, without those of
-    evaluations; a process that does not count sends none."""
+    """By policy, the number of tokens that this process has sampled since it joined, without
+    evaluations; {} if not counted."""
     wait_s: float = 0.0
     """Seconds that the answer may wait until there is something to lease; at most 30."""
     heard: Mapping[str, int] = field(default_factory=dict)
-    """By policy, the newest version that the node has heard of; news end the wait."""
+    """By policy, the newest version known to the node; a newer one ends the wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalSettings:
-    """How an evaluation asks its questions."""
+    """The sampling and scoring settings of an evaluation."""
 
     max_turns: int
     temperature: float | None = None
-    """Of all policies; None: each has its own."""
+    """Temperature of all policies; None: each policy's own."""
     trials: int = 1
     """Rollouts of each question."""
     is_benchmark: bool = False
-    """Rewards come from the tasks' own rules and the judge, in place of functions."""
+    """Score with the tasks' own rules and the judge, instead of reward functions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +117,15 @@ class Lease:
     """Number of this lease of the work item, from 1."""
     task: Task
     seed: int
-    """Seed of the work item's rollouts, or of all of the evaluation; the same for every attempt."""
+    """Seed of the work item's rollouts, or of the whole evaluation; equal for every attempt."""
     index: int
     """Position of the task in the order of tasks, or in its evaluation."""
     evaluation: EvalSettings | None = None
-    """The task is a question of an evaluation: the group has `trials` rollouts, made and scored
-    this way."""
+    """Settings if the task is a question of an evaluation, whose group has `trials` rollouts."""
 
 
 WAITING = ("full", "no trainer", "evaluating")
-"""Reasons of `Leases` that may pass at any moment, so that a request may wait for that."""
+"""Temporary reasons of `Leases`, whose end a request may wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +133,7 @@ class Leases:
     leases: tuple[Lease, ...]
     policies: Mapping[str, PolicyState]
     retry_after_s: float = 0.0
-    """When to ask again if there are fewer leases than wanted."""
+    """Seconds until the next request if there are fewer leases than requested."""
     reason: str = ""
     """Why there are fewer: "full" (enough rollouts wait or are under way), "no trainer", "done",
     "evaluating" (training is done, and all that is left of its evaluations is under way),
@@ -146,7 +145,7 @@ class Renewal:
     node: str
     life: str
     work_items: tuple[tuple[int, int], ...]
-    """(work item, attempt) of the leases that the node still works on; it may have none."""
+    """(work item, attempt) of the node's current leases, if any."""
     sampled: Mapping[str, int] = field(default_factory=dict)
     """As in `LeaseRequest`."""
 
@@ -154,7 +153,7 @@ class Renewal:
 @dataclass(frozen=True, slots=True)
 class Renewed:
     lost: tuple[int, ...]
-    """Work items that the node need not finish: now leased to another node, or committed."""
+    """Work items that the node can abandon: leased to another node, or already committed."""
     policies: Mapping[str, PolicyState]
 
 
@@ -177,19 +176,19 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A node gives leases back, because it ends or could not do the work."""
+    """Returns leases of a node that ends or has failed."""
 
     node: str
     work_items: tuple[tuple[int, int], ...]
     """(work item, attempt) of each lease."""
     reason: str = ""
     is_failure: bool = False
-    """The work could not be done, and may fail elsewhere too; after `dataflow.max_attempts` of
-    these nobody tries again."""
+    """The work failed and may fail elsewhere too; `dataflow.max_attempts` such failures end the
+    attempts."""
     sampled: Mapping[str, int] = field(default_factory=dict)
     """As in `LeaseRequest`."""
     life: str = ""
-    """The node's process that ends with this; "": it goes on."""
+    """The node's process, if it ends; "" if it continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,42 +203,42 @@ class Disown:
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A trainer begins or resumes."""
+    """Registers a new or resumed trainer."""
 
     policy: str
-    """The policy that it trains."""
+    """The policy to train."""
     layout: str
     store: str
     num_groups: int
     """Groups in the batch of a step."""
     max_staleness: int
-    """Versions that a trained token may be older than the weights that a step trains."""
+    """Largest age of a trained token, in versions before the weights that a step trains."""
     vocab_size: int
-    """Tokens that the model knows: groups with other ids are refused."""
+    """Size of the model's vocabulary; groups with other ids are rejected."""
     max_positions: int
-    """Tokens of a sequence that the model can read; groups with longer ones are refused."""
+    """Number of positions of the model; groups with longer sequences are rejected."""
     step: int = 0
-    """Step of the checkpoint from which training resumes. Batches up to it are consumed for good;
-    later ones come again unchanged."""
+    """Step of the resumed checkpoint. Batches up to it are consumed; later ones are served again
+    unchanged."""
     life: str = ""
-    """Random id of this process, which its later requests name: until the next registration all
-    others are refused. One of the same process that arrives twice or late changes nothing."""
+    """Random id of this process for its later requests; other processes are rejected until the next
+    registration. A repeated or late registration of the same process changes nothing."""
     run: str = ""
-    """Identity of the run that the checkpoint was trained from; "": there is none."""
+    """Identity of the dataflow run of the checkpoint; "" without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
     run: str
     step: int
-    """Newest step whose batch exists; the batches after the checkpoint will come again."""
+    """Newest step with a batch; batches after the checkpoint are served again."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
     policy: str
     step: int
-    """The batch of a step is chosen once."""
+    """Step of the batch, which is chosen once."""
     rank: int = 0
     """The answer holds the groups whose position modulo `num_ranks` is `rank`."""
     num_ranks: int = 1
@@ -272,42 +271,44 @@ class Batch:
     each reason to leave groups out (stale, filtered, surplus, empty, disowned), and tokens per
     group in stale_tokens_mean and assigned_tokens_mean."""
     waiting: str = ""
-    """What the dataflow waits for then, for people."""
+    """The reason why the batch is not ready, for display."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A trainer reports its state."""
+    """Reports the state of a trainer."""
 
     policy: str
     version: int
     """The newest published version."""
     checkpoint: int
-    """Step of the oldest checkpoint that it keeps: groups of older batches are not needed."""
+    """Step of the oldest kept checkpoint; groups of older batches are no longer needed."""
     busy_s: float = 0.0
-    """Seconds since the last report in which it trained."""
+    """Seconds of training since the last report."""
     waited_s: float = 0.0
-    """Seconds since the last report in which it waited for a batch."""
+    """Seconds of waiting for batches since the last report."""
     is_done: bool = False
-    """It will not ask for another batch."""
+    """The trainer needs no further batch."""
     evaluated: int = -1
-    """Its log has the results of all evaluations up to this step, and its checkpoint is not older
-    than that: they are no longer needed."""
+    """Step up to which log and checkpoint cover all evaluations, whose results are no longer
+    needed."""
     tokens: Mapping[str, int] = field(default_factory=dict)
-    """What became of the tokens of the version's batch (`TokenAccount.fates`); {}: not told."""
+    """Fates of the tokens of the version's batch (`TokenAccount.fates`); {}: unknown."""
     life: str = ""
     """As in `BatchRequest`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """A trainer asks for an evaluation. Asked again, even with other questions, it is the first."""
+    """Requests an evaluation. A repeated request, even with other questions, refers to the
+    first.
+    """
 
     policy: str
     step: int
-    """No question is leased to a node whose weights of the policy are older than this version."""
+    """Lowest weight version of the policy on nodes that get its questions."""
     name: str
-    """What is asked; together with policy and step it names the evaluation."""
+    """Name of the questions, which with policy and step identifies the evaluation."""
     settings: EvalSettings
     seed: int
     """Rollout `number` of the question at `index` has the seed (seed, index, task id, number)."""
@@ -331,18 +332,17 @@ class EvalResult:
     index: int
     """Position of the question in its evaluation."""
     payload: bytes
-    """The group, packed by `codec.pack_group`; empty where no node could make it."""
+    """The group, packed by `codec.pack_group`; empty if every node failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationState:
     num_questions: int
-    """0: nobody has asked for this evaluation."""
+    """Number of questions; 0 for an unknown evaluation."""
     num_left: int = 0
-    """Questions that wait or are under way."""
+    """Number of waiting and running questions."""
     results: tuple[EvalResult, ...] = ()
-    """In the order of the questions, once none is left; at most 64, the others begin behind the
-    last of them."""
+    """Results in question order, once all are answered; at most 64, starting at `first`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +351,7 @@ class Done:
 
 
 class Dataflow(Protocol):
-    """All methods raise Refused, and Unavailable when there is no answer."""
+    """The methods of the dataflow, which raise Refused, and Unavailable without an answer."""
 
     def join(self, request: Join) -> Joined: ...
 
@@ -376,4 +376,4 @@ class Dataflow(Protocol):
     def evaluation(self, request: EvaluationRequest) -> EvaluationState: ...
 
     def status(self) -> dict[str, Any]:
-        """Return a report for people and programs, as JSON types."""
+        """Return a status report of JSON types."""

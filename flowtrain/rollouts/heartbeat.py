@@ -59,7 +59,7 @@ class Heartbeat:
                 if self._has_ended:
                     return
                 _log.warning(
-                    "the dataflow does not know that version %d is there: %s",
+                    "version %d could not be reported to the dataflow: %s",
                     progress.version,
                     error,
                 )

@@ -1,18 +1,18 @@
 """How many rollout nodes the trainers of a dataflow need: `Ledger.status` tells, and pools of nodes
 follow (`examples/node_pool.py`, `deploy/`).
 
-It follows from a window between two looks, which begins once every node has made a group or had to
-wait, and trainers have ended a step since: rollouts take minutes, a node that has just begun makes
-nothing, and a trainer tells at the end of a step how long it waited. With G nodes that were busy a
-share u of it, and trainers that waited a share w,
+The estimate uses a window between two observations, which begins once every node has finished a
+group or had to wait and trainers have finished a step: rollouts take minutes, a new node has
+produced nothing, and a trainer reports its waits at the end of a step. With G nodes that were busy
+a share u of it, and trainers that waited a share w,
 
     demand = G u / (1 - w)      nodes, if none of them were ever idle and no trainer waited
 
 because a trainer that did not wait would consume 1 / (1 - w) times as much. The target grows to the
 demand when w is above a band, shrinks to the demand and a tenth when w is below it, and stays as it
-is within the band. It does not oscillate: after growing w is about 0 and u about 1, so that a tenth
-above the demand is above G; after shrinking u is at most 1 / 1.1, and no trainer waits. A node is
-busy while any of its slots is, so that a pool which begins far too large may need a few looks.
+is within the band. The rule does not oscillate: after growing w is about 0 and u about 1, so that a
+tenth above the demand exceeds G; after shrinking u is at most 1 / 1.1, and no trainer waits. A node
+is busy while any of its slots is, so that a pool which begins far too large may need a few looks.
 
 (AstraFlow's rule shrinks by consumed / produced groups. Groups that a filter drops would look like
 surplus to it, and where leases are refused because buffers are full, both rates are the same
@@ -143,12 +143,12 @@ def nodes_at_work(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_warm(node: Mapping[str, Any]) -> bool:
-    """Tell whether it has made a group, or has found nothing to do."""
+    """Return whether it has made a group, or has found nothing to do."""
     return bool(node["num_groups"] or node["waited_s"])
 
 
 def _has_stepped(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Tell whether each trainer at work has ended a step in between: it tells then how long it
+    """Return whether each trainer at work has ended a step in between: it tells then how long it
     waited, for that step too, before the nodes were warm.
     """
     return all(

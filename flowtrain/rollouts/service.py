@@ -86,8 +86,8 @@ class _Waiting(NamedTuple):
 
 
 class _Lobby:
-    """Requests for leases that wait until there is something to lease, first come, first served.
-    One task looks for all of them, so that the database does not notice how many they are.
+    """Requests for leases that wait until there is something to lease, first come, first served. A
+    single task polls for all of them, so that their number does not load the database.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -215,8 +215,8 @@ class Service:
             self._next_complaint, self._num_unsaid = now + _COMPLAINT_S, 0
 
     async def _answer(self, request: Request) -> bytes:
-        """Answer a request. What is not there yet, a batch or something to lease, is asked for
-        again; in between the request holds no thread and no place.
+        """Answer a request. Batches and leases that are not ready are polled; between polls a
+        request holds neither a thread nor a slot.
         """
         caller = self._caller(request)
         name = self._method(request, caller)
@@ -266,16 +266,16 @@ class Service:
                 "the same flowtrain on both",
             )
         if path != PREFIX + name or name not in METHODS:
-            raise Rejected(404, "there is no such method")
+            raise Rejected(404, "unknown method")
         if request.method != "POST":
-            raise Rejected(405, "methods are asked by POST", {"Allow": "POST"})
+            raise Rejected(405, "methods require POST", {"Allow": "POST"})
         roles = METHODS[name].roles
         if roles and caller.role not in (*roles, Role.ALL):
             raise Rejected(
-                403, f"the token of the {caller.role} {caller.name!r} may not ask to {name}"
+                403, f"the token of the {caller.role} {caller.name!r} is not allowed to call {name}"
             )
         if request.headers.get(RUN_HEADER, self._run) != self._run:
-            raise Rejected(409, "this service has another run now; join it again")
+            raise Rejected(409, "this service now serves another run; join again")
         return name
 
     def _parse(self, caller: Caller, name: str, body: bytes) -> Any:

@@ -24,7 +24,7 @@ def status_text(status: Mapping[str, Any]) -> str:
     ]
     pool = status["pool"]
     if pool["decided_s"]:
-        head.append(f"nodes: {pool['num_nodes']} at work, {pool['target']} are enough")
+        head.append(f"nodes: {pool['num_nodes']} at work, {pool['target']} suffice")
     if lost := status["lost_leases"]:
         reasons = ", ".join(f"{num:,} {why}" for why, num in lost.items())
         head.append(printable(f"leases that ended without a group: {reasons}", keep=""))

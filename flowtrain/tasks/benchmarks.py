@@ -102,8 +102,8 @@ class BenchmarkFile:
         path, scorer = (head, scorer) if scorer in _SCORERS else (path, "")
         if not _NAME.fullmatch(name) or not path:
             raise UserError(
-                f"benchmark {text!r} must be a name, NAME=FILE or NAME=FILE:SCORER, with up to 40 "
-                "letters, digits, '.', '_' and '-' as a name"
+                f"benchmark {text!r} must be NAME, NAME=FILE or NAME=FILE:SCORER, with a name of "
+                "up to 40 letters, digits, '.', '_' and '-'"
             )
         if scorer and name in BENCHMARKS:
             raise UserError(
@@ -122,7 +122,7 @@ class BenchmarkFile:
         if not self.path:
             return benchmark_file(self.name, folder)
         if not Path(self.path).is_file():
-            ends = f"; after a ':' there may be a scorer, of {', '.join(_SCORERS)}"
+            ends = f"; after a ':' a scorer may follow, one of {', '.join(_SCORERS)}"
             raise UserError(
                 f"benchmark {self.name}={self.path!r}: there is no such file"
                 f"{ends if ':' in self.path else ''}"
@@ -205,8 +205,8 @@ def _read(name: str, path: Path) -> list[Task]:
 def _known(name: str) -> Benchmark:
     if name not in BENCHMARKS:
         raise UserError(
-            f"benchmark {name!r} is unknown; known: {', '.join(BENCHMARKS)}; a file of your own is "
-            "named by NAME=FILE"
+            f"benchmark {name!r} is unknown; known: {', '.join(BENCHMARKS)}; use NAME=FILE for a "
+            "custom file"
         )
     return BENCHMARKS[name]
 

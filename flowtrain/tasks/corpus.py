@@ -22,7 +22,7 @@ KEY_ATTRIBUTES = ("capital", "ISO code", "symbol")
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """One thing with known facts."""
+    """An entity with known facts."""
 
     name: str
     """Unique in the corpus, also without case."""

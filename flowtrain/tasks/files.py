@@ -36,7 +36,7 @@ class TaskSource:
     """The layout of its rows, a name in `PRESETS`."""
     tasks: tuple[Task, ...]
     solutions: Mapping[str, str]
-    """What the first rows themselves give as solution, "" for nothing, by the task's id."""
+    """Solutions in the first rows, by the task's id; "" for a row without one."""
     num_system: int = 0
     """Rows whose system message was left out, as an agent has its own."""
     unanswered: str = ""
@@ -167,7 +167,7 @@ def _opened(path: str, split: str) -> tuple[str, _Read]:
         return f"{path.partition('/')[2].replace(':', '-')}-{split}", lambda columns: iter(rows)
     if split != DEFAULT_SPLIT:
         raise UserError(
-            f"tasks.split={split!r} goes with a folder or a data set of the Hub, not with the file "
+            f"tasks.split={split!r} requires a folder or a dataset of the Hub, not the file "
             f"{path!r}"
         )
     return place.stem, partial(read_rows, place)

@@ -23,7 +23,7 @@ DEFAULT_SPLIT = "train"
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?")
 
 Rows = Iterator[tuple[int, str, Row]]
-"""What `read_rows` yields."""
+"""A row of `read_rows`."""
 
 
 def is_hub_name(path: str) -> bool:
@@ -43,8 +43,8 @@ def hub_rows(name: str, split: str) -> Rows:
         f"(hf download {match[1]} --repo-type dataset --local-dir FOLDER makes a "
         "folder for tasks.path)"
     )
-    datasets = _library(f"{key}; a data set of the Hub", cure)
-    problem = f"{key}, and split {split!r} of that data set cannot be loaded from the Hub {cure}"
+    datasets = _library(f"{key}; a dataset of the Hub", cure)
+    problem = f"{key}, and split {split!r} of that dataset cannot be loaded from the Hub {cure}"
     with foreign(problem):
         rows = datasets.load_dataset(match[1], match[2], split=split)
     for number, row in enumerate(rows, start=1):
@@ -60,7 +60,7 @@ def folder_rows(folder: Path, split: str, columns: Sequence[str] | None) -> Rows
     """
     key = f"tasks.path={str(folder)!r}"
     datasets = _library(f"{key}: a folder", "(or name its files in tasks.mixture)")
-    with foreign(f"{key}: holds no data set"), _plainly_named(folder) as place:
+    with foreign(f"{key}: holds no dataset"), _plainly_named(folder) as place:
         splits = datasets.load_dataset_builder(str(place)).config.data_files
         # Back to the folder itself, where `place` is a copy of its names.
         splits = {
@@ -104,6 +104,6 @@ def _plainly_named(folder: Path) -> Iterator[Path]:
 
 
 def _library(need: str, cure: str) -> Any:
-    with user_error(f"{need} needs pip install 'flowtrain[hub]' {cure}", ImportError):
+    with user_error(f"{need} needs pip install -e '.[hub]' {cure}", ImportError):
         import datasets
     return datasets

@@ -199,8 +199,8 @@ def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
     """
     if pictures := [name for name in PICTURES if row.get(name)] or _parts(row):
         raise UserError(
-            f"{where}: asks about more than text ({pictures[0]!r}), "
-            "which no model here is trained on"
+            f"{where}: has content other than text ({pictures[0]!r}), which training does not "
+            "support"
         )
     unknown_keys = [key for key in row if key not in layout.columns]
     if layout.is_closed and unknown_keys:
@@ -229,7 +229,7 @@ def read_task(row: Row, layout: Layout, where: str, default_id: str) -> Task:
     raw_answers = raw_answers if isinstance(raw_answers, list) else [raw_answers]
     if any(isinstance(answer, float) and not math.isfinite(answer) for answer in raw_answers):
         column = next(name for name in layout.answers if _column(row, name) is not _MISSING)
-        raise UserError(f"{where}: the answer in {column!r} is no number: {raw_answers!r}")
+        raise UserError(f"{where}: the answer in {column!r} is not a number: {raw_answers!r}")
     answers = list(map(str, raw_answers))
     if layout.separator and scorer != "math":
         answers = [part for answer in answers for part in answer.split(layout.separator)]

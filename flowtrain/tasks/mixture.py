@@ -56,7 +56,7 @@ def shares(weights: Mapping[str, float], n: int) -> dict[str, int]:
         counts[name] += 1
     if none := [name for name, share in counts.items() if share == 0]:
         raise UserError(
-            f"tasks.mixture gives {none[0]!r} none of the {n} questions of a step; "
-            f"raise its weight {weights[none[0]]} or rollout.num_questions"
+            f"tasks.mixture assigns {none[0]!r} none of the {n} questions of a step; raise its "
+            f"weight {weights[none[0]]} or rollout.num_questions"
         )
     return counts

@@ -20,8 +20,8 @@ from flowtrain.tasks.benchmarks import available, load_benchmark
 from flowtrain.utils.text import words
 
 THRESHOLD = 0.6
-"""Similarity that counts. It finds 752 of 755 benchmark questions after one word was changed, and
-eight of the 285,000 pairs of different ones, which differ in a word or two."""
+"""Similarity that counts. The test finds 752 of 755 benchmark questions after a change of one word,
+and flags eight of the 285,000 pairs of different questions, which differ in a word or two."""
 
 _Words = frozenset[tuple[str, int]]
 """(word, its number among equal words), so that a repeated word counts twice."""

@@ -65,7 +65,7 @@ def math(row: Row) -> Row:
 def verl(row: Row) -> Row:
     """Find the question among the messages of `prompt`, and the ground truth.
 
-    That of Search-R1 is {"target": [...]}; no rule here reads other objects.
+    Search-R1's is {"target": [...]}; other objects are not supported.
     """
     messages = _messages(row.get("prompt"))
     model = row.get("reward_model")

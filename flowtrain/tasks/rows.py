@@ -89,7 +89,7 @@ def _json(path: Path) -> Iterator[tuple[int, str, Any]]:
         entries = parse_json(text, str(path))
     except UserError as error:
         if len(text.splitlines()) > 1 and _is_json(text.lstrip().partition("\n")[0]):
-            raise UserError(f"{error}; it holds JSON lines: let its name end in .jsonl") from None
+            raise UserError(f"{error}; it holds JSON lines: rename it to end in .jsonl") from None
         raise
     if not isinstance(entries, list):
         raise UserError(f"{path}: must hold a list of objects, not {type_name(entries)}")
@@ -120,7 +120,7 @@ def _table(path: Path) -> Iterator[tuple[int, str, Any]]:
 
 
 def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, str, Any]]:
-    with user_error(f"{path}: Parquet needs pip install 'flowtrain[parquet]'", ImportError):
+    with user_error(f"{path}: Parquet needs pip install -e '.[parquet]'", ImportError):
         import pyarrow
         from pyarrow.parquet import ParquetFile
     problem = f"{path}: cannot be read as Parquet"

@@ -37,7 +37,7 @@ class TaskSet:
     mixture: Mapping[str, tuple[float, tuple[Task, ...]]] = field(default_factory=dict)
     """Weight and tasks of each file or data set, in order, where `train` comes from several."""
     sources: tuple[TaskSource, ...] = ()
-    """What was loaded, where tasks come from files."""
+    """The loaded files, if tasks come from files."""
     splits: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of what is held out, by option and value of the source."""
 
@@ -159,9 +159,9 @@ def _screened(train: list[Task], questions: Sequence[Task], config: cfg.Config) 
     fresh_tasks = without_overlaps(train, questions) if questions else train
     if not fresh_tasks:
         raise UserError(
-            f"tasks.benchmarks={config.tasks.benchmarks!r} and eval.benchmarks="
-            f"{list(config.eval.benchmarks)} have nearly all training questions, so that none is "
-            "left to train on"
+            f"tasks.benchmarks={config.tasks.benchmarks!r} and "
+            f"eval.benchmarks={list(config.eval.benchmarks)} contain nearly all training "
+            "questions, so that none is left for training"
         )
     return fresh_tasks
 
@@ -171,7 +171,9 @@ def _not_held_out(train: Sequence[Task], held_out: Sequence[Task], origin: str) 
     held_keys = {_content_key(task) for task in held_out}
     fresh_tasks = [task for task in train if _content_key(task) not in held_keys]
     if not fresh_tasks:
-        raise UserError(f"{origin}: the rows repeat each other, and all of them are held out")
+        raise UserError(
+            f"{origin}: all rows are duplicates of each other, so all of them are held out"
+        )
     return fresh_tasks
 
 

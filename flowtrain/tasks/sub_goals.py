@@ -1,15 +1,15 @@
 """The sub-goals that a rollout has reached, and hints for one that is stuck (InfoFlow, arXiv
 2510.26575, section 3); `algorithms/infoflow.py` makes rewards and rates of them.
 
-The matching rule is ours, because the paper gives none. It has two sides: a tool finds a name of
-the sub-goal, and later the planner's text of some turn, or what the generator wrote, has one too.
-Text alone would reward dropping names, results alone would reward luck. A tool that was given the
-name finds nothing, so that lists of candidates earn nothing; nor does a model's memory. An answer
-by rules is no text: it copies a result. A sub-goal that the question names does not count.
+The matching rule is ours, because the paper gives none. Two conditions hold: a tool result contains
+a name of the sub-goal, and later a planner's or the generator's text contains one too. Text alone
+would reward dropping names, results alone would reward luck. A tool that was given the name finds
+nothing, so that lists of candidates earn nothing; nor does a model's memory. An answer by rules is
+no text: it copies a result. A sub-goal that the question names does not count.
 
 A hint comes from the environment: it is part of the prompt, which is never trained, and the tokens
-sampled after it are on-policy for that prompt. It names the next thing to look for, never what will
-be found. When and what are ours where the paper has no rule.
+sampled after it are on-policy for that prompt. The hint names the next thing to look for, never the
+answer. When and what are ours where the paper has no rule.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def check(task: Task) -> None:
         for name in (*goal.names, *task.answers):
             if spaced(name) in spaced(goal.query) and spaced(name) not in spaced(task.question):
                 raise UserError(
-                    f"task {task.id!r}: the query {goal.query!r} of a sub-goal gives {name!r} away"
+                    f"task {task.id!r}: the query {goal.query!r} of a sub-goal reveals its answer "
+                    f"{name!r}"
                 )
 
 

@@ -17,7 +17,7 @@ from flowtrain.utils.errors import foreign, user_error
 
 COLUMN = "verifiers"
 """The column of a task with {"env": config, "data": row}."""
-_MISSING = "tasks.name='verifiers' needs a package: pip install 'flowtrain[verifiers]'"
+_MISSING = "tasks.name='verifiers' needs the package verifiers: pip install -e '.[verifiers]'"
 
 
 def load_environment(options: Mapping[str, Any]) -> Any:
@@ -33,7 +33,8 @@ def load_environment(options: Mapping[str, Any]) -> Any:
     agents = [name for name, value in config if isinstance(value, vf.AgentConfig)]
     if len(agents) != 1:
         raise UserError(
-            f"tasks.verifiers: {config.env_id!r} has the agents {', '.join(agents)}; one is trained"
+            f"tasks.verifiers: {config.env_id!r} has the agents {', '.join(agents)}, but training "
+            "supports a single one"
         )
     return environment
 

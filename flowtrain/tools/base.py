@@ -1,4 +1,4 @@
-"""The protocol of tools, and `run_tool`, which returns a `ToolResult` whatever the tool does."""
+"""The protocol of tools, and `run_tool`, which turns every outcome into a `ToolResult`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _KINDS: Mapping[object, type] = {
 
 
 class ToolError(Exception):
-    """An expected failure; the planner reads its message."""
+    """An expected failure of a tool; the policy reads its message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One argument of a tool."""
+    """The description of a tool's argument."""
 
     name: str
     meaning: str
@@ -37,7 +37,7 @@ class Parameter:
 
 
 def schema_of(*parameters: Parameter) -> dict[str, Any]:
-    """Write arguments as a JSON schema, which allows no others."""
+    """Return the JSON schema of the arguments, which rejects any others."""
     names = {kind: name for name, kind in _KINDS.items()}
     return {
         "type": "object",
@@ -50,13 +50,13 @@ def schema_of(*parameters: Parameter) -> dict[str, Any]:
 
 
 def one_line(text: str) -> str:
-    """Put a text on one line, with nothing in it that a terminal would obey."""
+    """Return a text on one line, without control characters that a terminal would obey."""
     return printable(" ".join(text.split()), keep="")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCard:
-    """The description of a tool for planner and executor; AgentFlow's tool metadata."""
+    """The description of a tool for the policy; AgentFlow's tool metadata."""
 
     name: str
     """Canonical name, as the planner writes it."""
@@ -65,28 +65,28 @@ class ToolCard:
     schema: Mapping[str, Any] = field(
         default_factory=lambda: schema_of(Parameter("query", "what to find or to do"))
     )
-    """The arguments as a JSON schema of an object. Names, types of the first level and what is
-    required are checked before a call, the rest by the tool."""
+    """The arguments as a JSON schema of an object. Names, top-level types and required arguments
+    are checked before a call; the tool checks the rest."""
     output: str = "text"
     limits: str = ""
-    """Weaknesses, or ""."""
+    """Known weaknesses of the tool, or ""."""
     advice: str = ""
-    """Advice for good results."""
+    """Advice on how to get good results."""
     examples: tuple[Mapping[str, object], ...] = ()
-    """Arguments of good calls."""
+    """Arguments of example calls."""
     finds_passages: bool = False
-    """The results are passages, which a refiner shortens to evidence."""
+    """The results are passages, which a refiner may condense to evidence."""
     aliases: tuple[str, ...] = ()
-    """Other names that planners use, AgentFlow's for example."""
+    """Other names that planners use for the tool, for example AgentFlow's."""
     is_stateful: bool = False
-    """A call may change the results of later calls: rollouts that use such a tool cannot branch."""
+    """A call may change the results of later calls. Rollouts with such a tool cannot branch."""
     keeps_time: bool = False
-    """The tool bounds each call by its own limits, which unlike wall time do not depend on the load
-    of the machine; `agent.tool_timeout_s` does not apply."""
+    """The tool enforces its own time limits, which do not depend on the machine's load;
+    `agent.tool_timeout_s` does not apply."""
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """List the arguments of `schema` for prompts, required ones first."""
+        """Return the arguments of `schema` for prompts, required ones first."""
         required = self.schema.get("required", ())
         parameters = []
         for name, schema in self.schema.get("properties", {}).items():
@@ -98,7 +98,7 @@ class ToolCard:
         return tuple(sorted(parameters, key=lambda parameter: not parameter.is_required))
 
     def check(self, arguments: Mapping[str, object]) -> str:
-        """Return the reason why the arguments of a call do not fit, or ""."""
+        """Return why the arguments of a call are invalid, or ""."""
         extra = object if self.schema.get("additionalProperties", True) else None
         kinds = {parameter.name: parameter.kind for parameter in self.parameters}
         required = {parameter.name for parameter in self.parameters if parameter.is_required}
@@ -120,19 +120,20 @@ class ToolCard:
 
 
 class Tool(Protocol):
-    """One thing the planner may call."""
+    """The protocol of a tool that a policy may call."""
 
     @property
     def card(self) -> ToolCard: ...
 
     @property
     def execute(self) -> Callable[..., Coroutine[Any, Any, str | ToolResult]]:
-        """A coroutine function of the card's parameters, by name; returns text, raises ToolError.
+        """Return a coroutine function that takes the card's parameters by name, returns text, and
+        raises ToolError.
 
-        A tool that runs code returns a `ToolResult` with the code's times, whatever became of it.
+        A tool that runs code returns a `ToolResult` with the code's times, also for failures.
 
-        It must not block the event loop, which hundreds of rollouts share; a blocking library needs
-        a `BlockingPool`.
+        The coroutine must not block the event loop, which hundreds of rollouts share; run blocking
+        code in a `BlockingPool`.
         """
         ...
 
@@ -144,11 +145,12 @@ class Tool(Protocol):
 async def run_tool(
     tool: Tool, arguments: Mapping[str, object], timeout_s: float, max_chars: int
 ) -> ToolResult:
-    """Call `tool.execute(**arguments)` and turn every outcome into a result within `timeout_s`.
+    """Call `tool.execute(**arguments)` and return a result within `timeout_s`, whatever the
+    outcome.
 
-    Texts beyond `max_chars` characters lose their middle; the note that says so comes on top. A
-    tool that ignores its cancellation is left behind. Only the caller's own cancellation passes
-    through.
+    Texts longer than `max_chars` characters lose their middle; the note about the omission adds to
+    the length. A tool that ignores its cancellation is abandoned. Only the caller's own
+    cancellation propagates.
     """
     start = time.perf_counter()
     result = await _call_within(tool, arguments, timeout_s)
@@ -164,7 +166,9 @@ async def run_tool(
 
 
 def shorten(text: str, max_chars: int) -> str:
-    """Keep the first and the last `max_chars` / 2 characters and say how many were left out."""
+    """Return the first and the last `max_chars` / 2 characters of a text, with a note on the number
+    omitted.
+    """
     left_out = len(text) - max_chars
     if left_out <= 0:
         return text
@@ -173,7 +177,7 @@ def shorten(text: str, max_chars: int) -> str:
 
 
 async def _call_within(tool: Tool, arguments: Mapping[str, object], timeout_s: float) -> ToolResult:
-    """Return the tool's result, or the error that its time is up."""
+    """Return the tool's result, or a timeout error."""
     if problem := tool.card.check(arguments):
         return ToolResult(error=problem)
     # In a task of its own: `asyncio.timeout` would wait for ever for a tool that swallows its

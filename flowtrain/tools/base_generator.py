@@ -82,9 +82,9 @@ def make(context: ToolContext) -> Tool:
             config.agent.prompt == "full" or not config.tasks.corpus
         ):
             raise UserError(
-                f"roles.tools='none' with tasks.name='file': Base_Generator of agent.tools="
-                f"{list(config.agent.tools)} would guess, and never answer. Name a model in "
-                "roles.tools, say policy, or leave the tool out; the tiny planner "
+                "roles.tools='none' with tasks.name='file': Base_Generator of "
+                f"agent.tools={list(config.agent.tools)} would only guess. Set roles.tools to a "
+                "model, such as policy, or remove the tool; the tiny planner "
                 "(agent.prompt='compact') may have the guesses of tasks.corpus='shipped'"
             )
         return GuessGenerator(context.guesses)

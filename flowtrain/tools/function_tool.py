@@ -29,7 +29,7 @@ _NUM_THREADS = 16
 
 
 class FunctionTool(Tool):
-    """A function as a tool. One that is no coroutine function has threads, so it may block."""
+    """A function as a tool. A plain function runs in threads, so it may block."""
 
     def __init__(self, function: Callable[..., Any], origin: str) -> None:
         """Raises UserError, which begins with `origin`, where there can be no card of it."""
@@ -62,14 +62,14 @@ def card_of(function: Callable[..., Any], origin: str) -> ToolCard:
     signature = inspect.signature(function)
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise UserError(f"{origin} takes {parameter}; a model gives arguments by name alone")
-    with foreign(f"{origin} is no tool"):
+            raise UserError(f"{origin} takes {parameter}; but models pass arguments by name only")
+    with foreign(f"{origin} cannot be used as a tool"):
         schema = get_json_schema(function)["function"]["parameters"]
     examples = tuple(_examples(docstring, function.__name__, signature, origin))
     schema["additionalProperties"] = False
     card = ToolCard(function.__name__, description, schema, examples=examples)
     if problem := next(filter(None, map(card.check, examples)), ""):
-        raise UserError(f"{origin}: its example does not fit: {problem}")
+        raise UserError(f"{origin}: its example is invalid: {problem}")
     return card
 
 
@@ -89,4 +89,6 @@ def _examples(
             keywords: Any = {node.arg: ast.literal_eval(node.value) for node in call.keywords}
             yield dict(signature.bind(*values, **keywords).arguments)
         except (SyntaxError, ValueError, TypeError) as error:
-            raise UserError(f"{origin}: its example {code!r} is no call of it: {error}") from None
+            raise UserError(
+                f"{origin}: its example {code!r} is not a call of this tool: {error}"
+            ) from None

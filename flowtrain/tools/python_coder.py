@@ -39,7 +39,9 @@ _NOTHING = "the code ran and printed nothing"
 
 @dataclass(frozen=True, slots=True)
 class PythonCoder:
-    """Runs the query as Python, an expression or a program. It owns the sandbox and closes it."""
+    """Runs the query as Python, an expression or a program. The tool owns the sandbox and closes
+    it.
+    """
 
     sandbox: ProcessSandbox
 

@@ -87,7 +87,7 @@ def make_tools(
         choices = [*offered, *(f"{server}.*" for server in config.mcp)]
         raise UserError(
             f"agent.tools: no tool {unknown[0]!r}; there are {', '.join(choices)}, and {OBJECT} "
-            "names one of your own"
+            "names a custom one"
         )
     with ExitStack() as cleanup:
         tools: dict[str, Tool] = {}
@@ -117,7 +117,7 @@ def make_tools(
 
 def _server(name: str, config: Config) -> Server:
     with user_error(
-        "agent.tools: tools of an MCP server need a package: pip install 'flowtrain[mcp]'",
+        "agent.tools: tools of an MCP server need the package mcp: pip install -e '.[mcp]'",
         ModuleNotFoundError,
     ):
         from flowtrain.tools.mcp.tool import Server
@@ -153,7 +153,7 @@ def _extra(name: str) -> Iterator[None]:
         if (extra := _EXTRAS.get(error.name or "")) is None:
             raise
         raise UserError(
-            f"agent.tools={name!r} needs {error.name}: pip install 'flowtrain[{extra}]'"
+            f"agent.tools={name!r} needs {error.name}: pip install -e '.[{extra}]'"
         ) from error
 
 

@@ -86,9 +86,9 @@ def make(context: ToolContext) -> Tool:
                 corpus, agent.num_passages, agent.tool_timeout_s, agent.max_result_chars
             )
         raise UserError(
-            f"agent.tools={list(config.agent.tools)} with tasks.name='file': Search would look "
-            "through the shipped sentences about countries and elements. Give it passages of yours "
-            "(corpus.path, corpus.retriever, tasks.corpus), or take Web_Search or "
-            "Wikipedia_Search instead; tasks.corpus='shipped' if these sentences are meant"
+            f"agent.tools={list(config.agent.tools)} with tasks.name='file': Search would search "
+            "the shipped sentences about countries and elements. Provide your own passages "
+            "(corpus.path, corpus.retriever, tasks.corpus), or use Web_Search or "
+            "Wikipedia_Search; set tasks.corpus='shipped' if you want these sentences"
         )
     return Search(context.passages, context.config.agent.num_passages)

@@ -1,11 +1,10 @@
-"""Redistribute packed rows over the ranks that train, by FLOPs, because the slowest rank sets the
-step time.
+"""Balancing of packed rows over the training ranks by FLOPs: the slowest rank sets the step time.
 
-A row travels once, from the rank that sampled it to the rank that trains it. Ranks walk through
-their rows side by side, because every row takes collectives of all. So a pass costs what its
-dearest row costs, and the sum is least when rows of like cost share a pass: in order of cost, rank
-r of R trains the rows r, r + R, r + 2 R and so on. That is also the fewest passes. The gradient is
-the sum over all rows, no matter which rank trains them.
+A row travels once, from the rank that sampled it to the rank that trains it. Ranks process their
+rows in lockstep, because every row takes collectives of all ranks. So a pass costs as much as its
+most expensive row, and the total is smallest when rows of similar cost share a pass: in order of
+cost, rank r of R trains the rows r, r + R, r + 2 R and so on. This order also minimises the number
+of passes. The gradient is the sum over all rows, whichever rank trains them.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ def balance(
     world: World,
     num_takers: int,
 ) -> list[list[PackedRow]]:
-    """Return the rows of each mini-batch that this rank trains; collective.
+    """Return the rows of each mini-batch that this rank has to train; collective.
 
-    Every rank gives the rows that it sampled; the first `num_takers` ranks get them. Rows are on
-    the CPU before and after.
+    Every rank passes the rows that it sampled; the first `num_takers` ranks receive them. Rows are
+    on the CPU before and after.
     """
     if world.size == 1:
         return [list(rows) for rows in minibatches]
@@ -58,8 +57,7 @@ def balance(
 def assign(costs: Sequence[Sequence[float]], num_takers: int) -> list[list[tuple[int, int]]]:
     """Return for each rank the rows that it trains, as (rank that gives it, index there).
 
-    `costs` are those of the rows that each rank gives. A single taker waits for nobody and keeps
-    their order.
+    `costs`: of the rows that each rank passes. A single taker keeps their order.
     """
     places = [(rank, index) for rank, own in enumerate(costs) for index in range(len(own))]
     if num_takers > 1:

@@ -1,4 +1,4 @@
-"""Checkpoints: a folder per step, of which the world reads one half and a resumed run the other.
+"""Checkpoints: a folder per step, with the model for other programs and the state for resuming.
 
     checkpoints/step_00000050/
         model/    config, generation config, tokenizer, chat template and weights in model.dtype,
@@ -58,10 +58,10 @@ _FILE_BYTES = 2**28
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run, one at a time, beside its training."""
+    """Writes the checkpoints of a run in the background, one at a time."""
 
     def __init__(self, root: Path, world: World, *, keep: int) -> None:
-        """Collective. `keep`: how many of the newest stay on the disk."""
+        """Collective. `keep`: number of newest checkpoints to keep on disk."""
         self.root, self._keep = root, keep
         # The threads talk to each other while the run does, so not in its group.
         self._world = world.with_own_control_group()
@@ -85,7 +85,7 @@ class Checkpoints:
 
         Args:
             dtype: of the weights in `model/`.
-            on_saved: called by a thread on every rank when the checkpoint is on the disk.
+            on_saved: called from a thread on every rank once the checkpoint is on disk.
         """
         self.wait()
         files = models.gather_files(model, dtype, self._world)
@@ -105,8 +105,8 @@ class Checkpoints:
 
     @property
     def oldest_step(self) -> int:
-        """Step of the oldest checkpoint on the disk, to which a run that breaks off goes back where
-        newer ones are damaged; 0: there is none.
+        """Step of the oldest checkpoint on disk, the last resort for resuming if newer ones are
+        damaged; 0: no checkpoint.
         """
         return min((int(path.name[5:]) for path in self.root.glob("step_????????")), default=0)
 
@@ -121,7 +121,7 @@ class Checkpoints:
 
     @property
     def has_failed(self) -> bool:
-        """Tell whether the newest checkpoint could not be written. Not collective."""
+        """Return whether the newest checkpoint could not be written. Not collective."""
         written = self._written
         return written is not None and written.done() and written.exception() is not None
 
@@ -265,24 +265,23 @@ def _checksum_of(state: Mapping[str, Any]) -> str:
 
 
 def latest(root: Path) -> Path | None:
-    """Return the newest checkpoint that is whole; damaged ones are passed over with a warning.
-    Reads all of it.
+    """Return the newest complete checkpoint, skipping damaged ones with a warning. Reads all of it.
 
-    One that was about to replace another of its step may still have the name that it was written
-    under. Raises UserError for one of an older version, which alone can resume it.
+    A checkpoint that was replacing another of its step may still have its temporary name. Raises
+    UserError for one of an older flowtrain, which alone can resume it.
     """
     for path in _newest_first(root):
         if (path / "state.json").exists():
             raise UserError(
-                f"{path} has the layout of an older version of flowtrain: resume it with the one "
-                f"that manifest.json names, or begin a new run with --model.path {path}"
+                f"{path} has the layout of an older version of flowtrain: resume it with the "
+                f"version in manifest.json, or start a new run with --model.path {path}"
             )
         try:
             verify(path)
             return path
         except (StoreError, OSError) as error:
             if path.suffix != _SCRATCH:
-                _log.warning("checkpoint %s is passed over: %s", path, error)
+                _log.warning("skipping checkpoint %s: %s", path, error)
     return None
 
 
@@ -297,8 +296,8 @@ def settle(root: Path) -> Path | None:
     if chosen is None:
         if damaged:
             raise UserError(
-                f"no checkpoint in {root} is whole; bring one back, or delete that folder to begin "
-                "again"
+                f"no checkpoint in {root} is complete; restore one, or delete this folder to "
+                "start again"
             )
         return None
     if chosen.suffix == _SCRATCH:
@@ -324,7 +323,7 @@ def load_state(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path) -> None:
-    """Raise StoreError where a file of a checkpoint is not as it was written. Reads all of it."""
+    """Raise StoreError for a changed file of a checkpoint. Reads all of it."""
     with ThreadPoolExecutor() as threads:
         for _ in threads.map(lambda file: check(path / file.name, file), _files(path)):
             pass
@@ -385,11 +384,13 @@ def _check_model(
     are_adapters = [any(map(lora.is_adapter_name, names)) for names in (sizes, saved)]
     if are_adapters[0] != are_adapters[1]:
         held = "an adapter" if are_adapters[1] else "a whole model"
-        raise UserError(f"{path} holds {held}: lora.rank is not what it was trained with")
+        raise UserError(
+            f"{path} holds {held}: lora.rank differs from the training of the checkpoint"
+        )
     if sizes != saved:
         differing = sorted(
             name for name in {**sizes, **saved} if sizes.get(name) != saved.get(name)
         )
-        cure = "; are lora.rank and lora.targets as they were?" if are_adapters[0] else ""
+        cure = "; check that lora.rank and lora.targets are unchanged" if are_adapters[0] else ""
         held = "adapter" if are_adapters[0] else "model"
         raise UserError(f"{path} holds another {held}: {differing[:3]} differ{cure}")

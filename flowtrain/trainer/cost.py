@@ -1,4 +1,4 @@
-"""FLOPs of a row: what a step is measured by, and what is spread evenly over ranks."""
+"""FLOPs of a row, by which steps are measured and rows are balanced over ranks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from flowtrain.trainer.packing import PackedRow
 
 @dataclass(frozen=True, slots=True)
 class ForwardCost:
-    """FLOPs of a forward pass through the layers; norms, rotations and softmax are left out. A
-    backward pass takes as many again for its inputs, and as many for each weight that is trained.
+    """FLOPs of a forward pass through the layers, without norms, rotations and softmax. A backward
+    pass takes as many for inputs and as many for trained weights.
     """
 
     per_token: float
     """Two per parameter of a layer; of E experts the C that read a token count. A recurrent layer
     besides reads its state twice and writes it once, two per entry."""
     per_pair: float
-    """A token and one that it sees: two for the score and two for the value, per channel and layer
-    without a window."""
+    """FLOPs of a token and one that it sees: four per channel and layer without a window."""
     per_target: float
-    """Two per entry of the head."""
+    """FLOPs per target: two per entry of the head."""
     per_frozen_token: float = 0.0
     """The part of `per_token` of weights that are not trained."""
     per_frozen_target: float = 0.0
@@ -74,15 +73,15 @@ class ForwardCost:
         return flops - once * self._flops_of(torch.arange(1, row.num_repeated_tokens + 1))
 
     def _flops_of(self, seen_N: Tensor) -> float:
-        """Count those of tokens that see so many each."""
+        """Return the FLOPs of tokens that each see the given number of tokens."""
         flops = self.per_token * len(seen_N) + self.per_pair * int(seen_N.sum())
         for window, per_pair in self.per_near_pair:
             flops += per_pair * int(seen_N.clamp(max=window).sum())
         return flops
 
     def step_flops(self, minibatches: Sequence[Sequence[PackedRow]], num_scores: int) -> float:
-        """Sum the FLOPs of training rows and of scoring them so often, without what is recomputed
-        to spare memory or repeated by cuts.
+        """Return the FLOPs of training rows and of scoring them the given number of times, without
+        recomputation for memory and repetition by cuts.
         """
         return sum(
             num_scores * self.flops(row, once=True) + self.training_flops(row)

@@ -31,12 +31,11 @@ PEAK_TFLOPS = {
     "RTX 4090": 165.2,
     "RTX 3090": 71.0,
 }
-"""Dense bf16 with fp32 sums, from the vendor's data sheets, by a part of the name that the device
-goes by."""
+"""Dense bf16 with fp32 sums, from vendors' data sheets, by a part of the device's name."""
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """None for a device that is not in the table."""
+    """Return the peak in TFLOP/s; None for a device that is not in the table."""
     words = f" {device_name.replace('-', ' ')} "
     return next((peak for name, peak in PEAK_TFLOPS.items() if f" {name} " in words), None)
 
@@ -65,10 +64,10 @@ def keep_freed_memory() -> None:
 
 
 def threads_per_rank(asked: int) -> int:
-    """Return the CPU threads of this rank: those that are asked for, else OMP_NUM_THREADS, else the
-    cores that this process may use, divided by the ranks of this machine.
+    """Return the CPU threads of this rank: the requested number, else OMP_NUM_THREADS, else the
+    usable cores divided by the ranks of this machine.
 
-    torchrun sets OMP_NUM_THREADS to 1 for several ranks that have none, which is nobody's wish.
+    With several ranks OMP_NUM_THREADS is ignored, because torchrun defaults it to 1.
     """
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     wished = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
@@ -117,9 +116,7 @@ def memory_per_rank(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 class MemoryPeak:
-    """The most memory of a device that this process had since this was made: what tensors took of a
-    GPU, or its resident set's growth.
-    """
+    """Peak memory of this process since construction: a GPU's tensors, or resident-set growth."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

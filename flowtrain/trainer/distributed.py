@@ -17,35 +17,35 @@ from flowtrain.utils.errors import foreign
 
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
 PATIENCE = timedelta(days=7)
-"""How long ranks wait for one another between passes: for a straggler's rollouts, an engine that
-compiles, an evaluation. A rank that dies is noticed at once, because its connections close, and a
-host that is lost by its `Heartbeat`."""
+"""How long ranks wait for one another between passes: for stragglers, compiling engines,
+evaluations. Closed connections reveal a dead rank at once, the `Heartbeat` a lost host."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among its peers. With one rank the reductions below are the identity.
+    """This process among the ranks of a run. With one rank the reductions are the identity.
 
-    Its two groups have clocks of their own. Collectives of training, of which every rank is in the
-    middle at the same time, end the run where one hangs. What the methods below say to each other
-    goes over gloo, and waits for as long as another rank is busy.
+    The two groups have separate timeouts. A collective of training, which all ranks enter at about
+    the same time, ends the run if it hangs. The methods below communicate over gloo and wait for as
+    long as another rank is busy.
     """
 
     rank: int
     size: int
     device: torch.device
     group: dist.ProcessGroup | None = None
-    """Collectives of training: NCCL on a GPU. None: all that torchrun started."""
+    """Group for collectives of training: NCCL on a GPU. None: all ranks of torchrun."""
     control: dist.ProcessGroup | None = None
     """Messages between the ranks, on gloo; None where there is one rank."""
     clock: timedelta = timedelta(seconds=600)
-    """How long a collective of training may take."""
+    """Timeout of a collective of training."""
     heartbeat: Heartbeat | None = None
     """Of this process; None where it is alone."""
 
     @classmethod
     def join(cls, device: str, timeout_s: float = 600.0) -> World:
-        """Join the ranks that torchrun started (RANK, WORLD_SIZE, LOCAL_RANK), or be the only one.
+        """Return the world of the ranks that torchrun started (RANK, WORLD_SIZE, LOCAL_RANK), or of
+        one.
 
         `device` is "cpu", "cuda" or "auto". A collective of training that takes longer than
         `timeout_s` ends the run instead of hanging it.
@@ -53,9 +53,9 @@ class World:
         size, rank = _variable("WORLD_SIZE", 1), _variable("RANK", 0)
         local_rank, _ = _variable("LOCAL_RANK", 0), _variable("LOCAL_WORLD_SIZE", 1)
         if rank >= size:
-            raise Unmet(f"RANK={rank} must be below WORLD_SIZE={size}, both set by torchrun")
+            raise Unmet(f"RANK={rank} must be below WORLD_SIZE={size}; torchrun sets both")
         if size > 1 and (missing := [name for name in _MEETING if not os.environ.get(name)]):
-            raise Unmet(f"WORLD_SIZE={size} needs {missing[0]}, both set by torchrun")
+            raise Unmet(f"WORLD_SIZE={size} needs {missing[0]}; torchrun sets both")
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         place = torch.device(kind)
         if kind == "cuda":
@@ -77,8 +77,8 @@ class World:
         return cls(rank, size, place, dist.group.WORLD, control, clock, heartbeat)
 
     def subworld(self, ranks: Sequence[int]) -> World:
-        """Make these of the ranks a world of their own; collective. Elsewhere its rank is -1, and
-        nothing may be reduced in it.
+        """Return a world of the given ranks; collective. On other ranks its rank is -1 and
+        reductions are not allowed.
         """
         rank = ranks.index(self.rank) if self.rank in ranks else -1
         group = dist.new_group(list(ranks), timeout=self.clock)
@@ -86,7 +86,7 @@ class World:
 
     @property
     def is_member(self) -> bool:
-        """This process is one of them."""
+        """Whether this process belongs to the world."""
         return self.rank >= 0
 
     @property
@@ -101,16 +101,14 @@ class World:
         return None if self.control is None else DeviceMesh.from_group(self.control, device_type)
 
     def with_own_control_group(self) -> World:
-        """Return these ranks with messages of their own, for threads beside those that run;
-        collective.
-        """
+        """Return these ranks with a control group of their own, for further threads; collective."""
         if self.control is None:
             return self
         return replace(self, control=_control(dist.get_process_group_ranks(self.control)))
 
     def leave(self) -> None:
-        """Several ranks keep their group to the end of the process (see `end_process`); a lone one
-        may join again.
+        """Stop the heartbeat of several ranks, which keep their group, or end a lone rank's
+        group.
         """
         if self.heartbeat is not None:
             self.heartbeat.close()
@@ -132,8 +130,8 @@ class World:
     def reduce(
         self, sums: Sequence[float], maxima: Sequence[float]
     ) -> tuple[list[float], list[float]]:
-        """Both at once, in one collective: every rank adds its candidates for a maximum in a slot
-        of its own.
+        """Return sums and maxima from one collective, in which each rank adds its candidates for a
+        maximum in its own slot.
         """
         if self.size == 1:
             return [float(value) for value in sums], [float(value) for value in maxima]
@@ -146,11 +144,11 @@ class World:
         ).tolist()
 
     def gather_text(self, text: str) -> list[str]:
-        """The text of each rank, on every rank."""
+        """Return the texts of all ranks, on every rank."""
         return [data.decode() for data in self.gather_bytes(text.encode())]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """The bytes of each rank, on every rank."""
+        """Return the bytes of all ranks, on every rank."""
         if self.size == 1:
             return [data]
         longest = int(self.max([len(data)])[0])
@@ -167,15 +165,15 @@ class World:
 
 
 def _variable(name: str, default: int) -> int:
-    """Read a number of torchrun's from the environment."""
+    """Return a number that torchrun sets in the environment."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal() or (name.endswith("SIZE") and not int(text)):
-        raise Unmet(f"{name}={text!r} in the environment is no number as torchrun sets it")
+        raise Unmet(f"{name}={text!r} in the environment is not a number; torchrun sets it")
     return int(text)
 
 
 def _heartbeat(rank: int, size: int) -> Heartbeat:
-    """Start the signs of life of this rank, over a connection of their own to the store."""
+    """Start the heartbeat of this rank, over its own connection to the store."""
     host, port = (os.environ[name] for name in _MEETING)
     store = dist.TCPStore(host, int(port))  # type: ignore[attr-defined]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

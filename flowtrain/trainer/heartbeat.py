@@ -1,8 +1,8 @@
-"""Signs of life of the ranks. A host that has lost its power or its network closes no connection,
-so that a collective with it waits for as long as one with a rank that is busy.
+"""Heartbeats of the ranks. A host that loses power or network closes no connection, so that a
+collective with it waits for as long as with a busy rank.
 
-Each rank counts up in the store that the ranks met at, and looks whether the next one does. One
-that sees no sign ends its process, and so the connections that others wait at.
+Each rank increments a counter in the rendezvous store and watches the counter of the next rank. A
+rank that sees no progress ends its process, which closes the connections that others wait at.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flowtrain.utils.terminal import say
 
 BEAT_S = 10.0
 MOST_SILENT = 30
-"""Beats without a sign of the next rank before a rank ends."""
+"""Number of missed beats of the next rank after which a rank ends."""
 _GOODBYE_S = 5.0
 _ENDED = "ended"
 
@@ -30,7 +30,7 @@ class Store(Protocol):
 
 
 class Heartbeat:
-    """The signs of one rank of several."""
+    """The heartbeat of one rank."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._next = store, str(rank), str((rank + 1) % size)
@@ -47,14 +47,14 @@ class Heartbeat:
             thread.start()
 
     def close(self) -> None:
-        """End in order, after which nobody misses this rank."""
+        """Stop in order, so that no other rank misses this one."""
         self._ended.set()
         for thread in self._threads:
             thread.join(_GOODBYE_S)
 
     def tell(self) -> None:
-        """Give a sign, and take that of the next rank. It may take for ever: torch's store has no
-        time limit where its host is lost.
+        """Send a beat, and return the next rank's. May block forever, because torch's store has no
+        timeout if its host is lost.
         """
         self._num_told += 1
         with contextlib.suppress(RuntimeError):  # no sign then, which is for `misses` to judge
@@ -62,9 +62,9 @@ class Heartbeat:
             self._sign = self._store.get(self._next)
 
     def misses(self) -> bool:
-        """Tell whether the next rank is lost, at each beat.
+        """Return whether the next rank is lost, at each beat.
 
-        Beats are counted, not seconds: a machine that was suspended as a whole has lost nobody.
+        The limit is in beats, not seconds, so that suspending the whole machine loses no rank.
         """
         is_alive = self._sign != self._last_sign or self._sign == _ENDED.encode()
         self._num_silent = 0 if is_alive else self._num_silent + 1
@@ -82,8 +82,8 @@ class Heartbeat:
         while not self._ended.wait(BEAT_S):
             if self.misses():
                 say(
-                    f"rank {self._rank} ends: rank {self._next}, or the host that the ranks met "
-                    f"at, has given no sign of life for {MOST_SILENT * BEAT_S:g} s"
+                    f"rank {self._rank} ends: rank {self._next}, or the rendezvous host, has sent "
+                    f"no heartbeat for {MOST_SILENT * BEAT_S:g} s"
                 )
                 _end()
 

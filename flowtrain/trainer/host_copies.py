@@ -18,19 +18,18 @@ def copied(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class HostCopies:
-    """Copies a rank's tensors, for threads that write beside training: always the same ones by
-    name, again and again.
+    """Copies the same named tensors repeatedly, for threads that write beside training.
 
-    A GPU copies to pinned memory, all tensors side by side and several times as fast. That memory
-    is kept for the next copy, because to pin it takes longer than to copy; as large as the tensors
-    are, which torch's own pinned memory is not: it is rounded up to powers of two.
+    A GPU copies to pinned memory, all tensors side by side and several times as fast. The pinned
+    memory is reused, because pinning takes longer than copying. Its size is exact, while torch
+    rounds pinned memory up to powers of two.
     """
 
     def __init__(self) -> None:
         self._pinned: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies. Those of a GPU are written over by the next call."""
+        """Return copies. The next call overwrites copies from a GPU."""
         copies = {name: self._copied(name, x.detach()) for name, x in tensors.items()}
         if self._pinned:
             torch.cuda.synchronize()
@@ -46,7 +45,7 @@ class HostCopies:
         return self._pinned[name].copy_(tensor, non_blocking=True)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         for host in self._pinned.values():
             torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
         self._pinned.clear()

@@ -1,9 +1,9 @@
-"""A row through the model: its logits, the log-probs of its targets, its loss.
+"""The forward pass of a row: logits, log-probs of its targets, and loss.
 
-Log-probs and losses are taken within the output layer where the model allows it, so that logits
-exist a chunk at a time. FSDP gathers the head's weight for the forward pass of the whole model and
-for no longer: the output layer calls a function on the hidden states of the target rows, and the
-model returns the function's tensor.
+If the model allows it, the output layer computes log-probs and losses, so that only a chunk of
+logits exists at a time. FSDP gathers the head's weight only during the model's forward pass.
+Therefore the output layer calls a function on the hidden states of the target rows, and the model
+returns the function's tensor.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ of the logits."""
 
 
 class FusedLMHead(nn.Linear):
-    """A linear output layer that calls the function it is given in place of its product."""
+    """A linear output layer that calls a given function instead of computing its product."""
 
     head_fn: HeadFn | None = None
     fp32_logits = False
-    """Logits of a 16-bit head are not rounded to 16 bits before they are read."""
+    """Whether the logits of a 16-bit head stay in fp32."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.head_fn is None:
@@ -71,11 +71,11 @@ class FusedLMHead(nn.Linear):
 
 
 def equip(model: PreTrainedModel, fp32_logits: bool = False) -> None:
-    """Make the output layer a `FusedLMHead` where logits are just its product; before the
-    model is sharded, whether or not it has weights yet.
+    """Turn the output layer into a `FusedLMHead` if logits are just its product. Call it before
+    sharding; the model needs no weights yet.
 
-    A model that does something to its logits afterwards (caps or scales them) keeps its layer, and
-    `fused_head` gives None for it: a loss taken within would go through that as well.
+    A model that caps or scales its logits afterwards keeps its layer, and `fused_head` returns
+    None: the cap would also apply to a loss from within the layer.
     """
     if type(model.get_output_embeddings()) is not nn.Linear:
         return
@@ -104,10 +104,10 @@ def fused_head(model: PreTrainedModel) -> FusedLMHead | None:
 
 
 def forward_rows(model: PreTrainedModel, row: PackedRow, path: OpenPath | None = None) -> Tensor:
-    """Logits [T, V] of the row's targets, or what the head's function returns; the head runs on the
-    target rows alone.
+    """Return the logits [T, V] of the row's targets, or the result of the head's function; the head
+    runs on the target rows only.
 
-    `path`: of the walk that the row is a piece of.
+    `path`: the open path, if the row is a piece of a walk.
     """
     path = path if path is not None and path.matters else None
     row = padded(row) if row.input_ids_N.is_cuda else row
@@ -132,7 +132,7 @@ def compute(
     function: Callable[..., T],
     path: OpenPath | None = None,
 ) -> T:
-    """Give a function the logits of the row's targets or, where the model has a `FusedLMHead`,
+    """Return a function's result on the logits of the row's targets or, with a `FusedLMHead`, on
     their hidden states, the head's weight and `bias_V`.
     """
     head, result = fused_head(model), None
@@ -163,9 +163,7 @@ def read_row(model: PreTrainedModel, row: PackedRow, path: OpenPath) -> None:
 def score_row(
     model: PreTrainedModel, row: PackedRow, temperature: float, path: OpenPath | None = None
 ) -> LogProbs:
-    """Log-probs, entropies [T] of the row's targets, among what each was sampled from, read along
-    the row's routes.
-    """
+    """Return log-probs and entropies [T] of the row's targets, within masks and along routes."""
     head = fused_head(model)
     score = partial(
         partial(logprobs)
@@ -188,12 +186,12 @@ def row_loss(
     path: OpenPath | None = None,
     lesson: Lesson | None = None,
 ) -> PolicyLoss:
-    """The loss of a row with its weights times `scale`; logits exist a chunk at a time where the
-    model's head allows. It is called, and the loss's gradient taken, within `replaying`.
+    """Return the loss of a row with its weights times `scale`; if the head allows, only a chunk of
+    logits exists at a time. Call it and its backward pass within `replaying`.
 
     Args:
-        path: of the walk that the row is a piece of.
-        lesson: of a teacher, whose divergence is added; the head must be a `FusedLMHead`.
+        path: the open path, if the row is a piece of a walk.
+        lesson: adds the divergence from a teacher; requires a `FusedLMHead`.
     """
     head, compact = fused_head(model), _compacts(row, spec)
     loss = partial(
@@ -220,9 +218,7 @@ def row_loss(
 
 
 def _compacts(row: PackedRow, spec: LossSpec | TokenLossFn) -> bool:
-    """Targets without weight, if there may be some, are left out of the products. Without them a
-    GPU is not waited for; a CPU leaves those without a gradient out as well.
-    """
+    """Return whether the loss skips rows: if weights may be 0, or on a CPU, without a wait."""
     drops = isinstance(spec, LossSpec) and spec.mis is not None
     return row.has_idle_targets or drops or row.target_ids_T.device.type == "cpu"
 
@@ -231,14 +227,14 @@ def _compacts(row: PackedRow, spec: LossSpec | TokenLossFn) -> bool:
 
 
 def looks_at_sequences(spec: LossSpec | TokenLossFn) -> bool:
-    """Whether a token's loss depends on other tokens."""
+    """Return whether a token's loss depends on other tokens."""
     return not (isinstance(spec, LossSpec) and spec.is_fused)
 
 
 def loss_of_scores(
     row: PackedRow, scores: LogProbs, spec: LossSpec | TokenLossFn, scale: float
 ) -> TokenLoss:
-    """The loss of each target of a row and its slopes, given the scores of all."""
+    """Return the loss of each target of a row and its slopes, given the scores of all targets."""
     inputs = TokenInputs(
         advantage_T=row.advantage_T,
         weight_T=row.loss_weight_T * scale,

@@ -25,10 +25,10 @@ factor [T], on the same device."""
 
 @dataclass(frozen=True, slots=True)
 class MinibatchFactor:
-    """A factor of advantages that looks at all tokens of a mini-batch."""
+    """A factor of advantages that depends on all tokens of a mini-batch."""
 
     of: FactorFn
-    """Gets the samples in the order of their ids."""
+    """Computes the factor; receives the samples in the order of their ids."""
     joins_turns: bool
     """The sequences are whole rollouts, their turns one after the other; else they are turns."""
 
@@ -65,7 +65,7 @@ class MinibatchFactor:
 
 
 def _encode(rows: Sequence[PackedRow], logprobs: Sequence[Tensor]) -> bytes:
-    """Write what the others need of this rank's rows."""
+    """Encode the data of this rank's rows that other ranks need."""
     for row in rows:
         assert len(row.sample_ids) == len(row.cu_targets_S1) - 1, "samples of rollouts have ids"
     values = [

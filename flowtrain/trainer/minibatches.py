@@ -1,4 +1,4 @@
-"""Complete the samples of a batch: their optimizer steps, and log-probs that are known already."""
+"""Completion of a batch's samples with their optimizer steps and already known log-probs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ def complete(
     logprobs: Mapping[SampleId, Scored],
     world: World,
 ) -> TrainBatch:
-    """Return the batch with every sample's optimizer step, and with those of `logprobs` that are
-    its samples'; collective.
+    """Return the batch with every sample's optimizer step and its entry of `logprobs`; collective.
 
-    Samples have a step among `num_minibatches` already, unless there is a `size`: over all ranks a
-    mini-batch then has at most so many samples, and hardly fewer than any other. Samples go in the
-    order of their questions, which are drawn at random: rollouts of a question stay beside each
-    other and share their prefixes. None is left over.
+    Without a `size` samples keep their step among `num_minibatches`. With a `size` every mini-batch
+    has at most this many samples over all ranks, nearly evenly. Samples are split in the random
+    order of their questions, so rollouts of a question stay together and share prefixes. No sample
+    is left over.
     """
     minibatch_of: dict[SampleId, int] = {}
     if size:

@@ -1,7 +1,7 @@
-"""How far the trainer's log-probs of the tokens of a batch are from the sampler's.
+"""The mismatch between the trainer's and the sampler's log-probs of a batch's tokens.
 
-Compared are the tokens of the batch's first optimizer step, whose forward pass knows the weights
-that the step begins with. The same weights sampled them, so both should agree up to rounding.
+The comparison covers the tokens of the batch's first optimizer step, whose forward pass uses the
+initial weights of the step. The same weights sampled them, so both should agree up to rounding.
 
 T: target tokens of a row, S: its samples.
 """

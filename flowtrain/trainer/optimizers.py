@@ -206,15 +206,16 @@ class ShardOptimizer:
         for place, (part, whole) in own.items():
             if saved.get(place) != (whole or part.shape):
                 raise UserError(
-                    f"the checkpoint has no {place!r} of {tuple(whole or part.shape)}: resume with "
-                    "the train.optimizer that wrote it, 8-bit moments on as many ranks"
+                    f"the checkpoint has no {place!r} of {tuple(whole or part.shape)}: resume "
+                    "with the train.optimizer that wrote it and, for 8-bit moments, with the same "
+                    "number of ranks"
                 )
         read(own)
 
     def _make_state(self) -> None:
         """Step on zeros with a learning rate of 0, which changes no weight.
 
-        One shard at a time: gradients of all are not there at once, beside weights and moments.
+        Steps one shard at a time, so that the gradients of all shards never exist at once.
         """
         lr = float(self.param_groups[0]["lr"])
         self.set_lr(0.0)
@@ -224,7 +225,7 @@ class ShardOptimizer:
 
 
 def _is_matrix(name: str, weight: Tensor) -> bool:
-    """Tell whether a weight decays by the field's habit; biases of experts are stacked."""
+    """Return whether a weight decays by the field's habit; biases of experts are stacked."""
     return weight.dim() > 1 and not name.endswith("bias")
 
 
@@ -238,7 +239,7 @@ def _make(
         from torchao.optim import AdamW8bit, _AdamW
     except ImportError as error:
         raise UserError(
-            f"train.optimizer={kind!r} needs torchao: pip install 'flowtrain[torchao]'"
+            f"train.optimizer={kind!r} needs torchao: pip install -e '.[torchao]'"
         ) from error
     make = AdamW8bit if KINDS[kind].is_8bit else _AdamW
     rounds = KINDS[kind].weight_dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""Rows that are read and not trained: walked once, for log-probs or for hidden states.
+"""Inference on rows, for log-probs or hidden states, in a single walk.
 
 T: targets of a row, D: hidden size.
 """
@@ -28,7 +28,7 @@ T = TypeVar("T")
 def score_walk(
     model: PreTrainedModel, walk: Sequence[Pass], temperature: float, device: torch.device
 ) -> LogProbs:
-    """Score the targets of a walked row, in the order of the row; every piece is read once."""
+    """Return the scores of a walked row's targets in order, with one read of every piece."""
     scores = [score_row(model, row, temperature, path) for row, path in _pieces(walk, device)]
     columns = ([getattr(score, f.name) for score in scores] for f in fields(LogProbs))
     return LogProbs(*(_in_order(walk, parts) for parts in columns))
@@ -71,28 +71,28 @@ def _in_order(walk: Sequence[Pass], parts: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """How ranks walk through their rows, side by side."""
+    """Runs inference on the rows of all ranks in lockstep."""
 
     world: World
     token_budget: int | None
     temperature: float
     follows_routes: bool
-    """Rows that have routes are read along them."""
+    """Whether rows with routes replay these routes."""
 
     def followed(self, row: PackedRow) -> PackedRow:
-        """Return the row with the routes that are followed."""
+        """Return the row with the routes to follow."""
         return row if self.follows_routes else replace(row, routes_NLC=None)
 
     def walk(self, row: PackedRow) -> list[Pass]:
         return passes(row, self.token_budget)
 
     def idle(self, learns: bool) -> Pass:
-        """A pass of a rank that has no such pass while others have."""
+        """Run an empty pass while other ranks have a real one."""
         row = empty_row().to(self.world.device)
         return Pass(Kind.ONCE, row) if learns else Pass(Kind.ENTER, row, None, row.target_row_T)
 
     def score(self, model: PreTrainedModel, rows: Sequence[PackedRow]) -> list[LogProbs]:
-        """Score every row's targets under `model`; collective, ranks may differ in rows."""
+        """Return the scores of all rows' targets; collective, with any number of rows per rank."""
         device = self.world.device
         return self._each(
             model, rows, lambda walk: score_walk(model, walk, self.temperature, device)

@@ -1,8 +1,8 @@
-"""Sharding a model over the ranks by FSDP2, its weights given out by one of them.
+"""Sharding of a model over the ranks by FSDP2, with weights distributed by the main rank.
 
-The main rank alone reads the weights, into the memory of its host. The others have a model without
-any. A layer at a time is then whole on every device, until each rank has cut its shard from it: no
-device ever holds the model whole, and one host holds it once, frozen reference or not.
+Only the main rank reads the weights, into host memory; other ranks have a model without weights.
+Each layer in turn is whole on every device until each rank has cut its shard: no device ever holds
+the whole model, and one host holds it once, also for a frozen reference.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ host for each unit is more than a row's kernels take."""
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """How the ranks hold a model and compute with it."""
+    """The options of sharding a model and computing with it."""
 
     dtype: torch.dtype
     """The dtype of the forward and backward pass."""
@@ -44,18 +44,17 @@ class ShardSpec:
     compile: bool = False
     """Compile each layer."""
     reshard: bool = True
-    """Layers give gathered weights back after the forward pass, and gather them again for the
-    backward pass."""
+    """Free gathered weights after the forward pass, and gather them again for the backward pass."""
     offload: bool = False
-    """Weights, gradients and moments are in the memory of the CPU."""
+    """Keep weights, gradients and moments in CPU memory."""
     attention: str = "auto"
-    """One of `attention.NAMES`."""
+    """Name of the attention, among `attention.NAMES`."""
     weight_dtype: torch.dtype = torch.float32
     """The dtype of master weights, and of their gradients once they are reduced."""
     fp32_logits: bool = False
-    """The head's logits stay in fp32, whatever `dtype` is, until log-probs are taken of them."""
+    """Keep the head's logits in fp32 for log-probs, whatever `dtype` is."""
     fused: bool = True
-    """Layers are those of `fused_layers`, unless they are compiled."""
+    """Use the layers of `fused_layers`, unless layers are compiled."""
 
 
 def shard(
@@ -66,8 +65,8 @@ def shard(
 ) -> PreTrainedModel:
     """Shard the master weights of a model over the ranks, in place; collective.
 
-    Those of the main rank count: elsewhere the model may be on the meta device. One rank in fp32
-    is not sharded.
+    The main rank's weights count; elsewhere the model may be on the meta device. A single rank in
+    fp32 is not sharded.
 
     Args:
         weights: those of the main rank by name, which stay as they are, for a model on the meta
@@ -188,7 +187,7 @@ class _Giver:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Turn dropout off: a policy has one distribution, and a token that is read twice one value."""
+    """Disable dropout, so that a policy has one distribution and repeated reads agree."""
     for module in model.modules():
         for name, value in vars(module).items():
             if "dropout" in name and isinstance(value, float):
@@ -228,5 +227,5 @@ def units_of(model: PreTrainedModel, num_ranks: int) -> list[list[nn.Module]]:
 
 
 def is_sharded_by_layer(model: PreTrainedModel) -> bool:
-    """Tell whether a model is gathered by its `units_of` layers; else it is gathered whole."""
+    """Return whether a model is gathered by its `units_of` layers; else it is gathered whole."""
     return model.num_parameters() > _SMALL

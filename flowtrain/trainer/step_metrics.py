@@ -25,8 +25,8 @@ class StepMetrics:
     ) -> None:
         """
         Args:
-            has_teacher: the loss has the divergence from a teacher in it.
-            has_reference: the KL is that to a reference policy, else to the old policy.
+            has_teacher: the loss includes the divergence from a teacher.
+            has_reference: the KL is relative to a reference policy, else to the old policy.
             version: see `mismatch_sums`.
         """
         self.routes, self._version = routes, version
@@ -45,7 +45,7 @@ class StepMetrics:
     def add(
         self, stats: dict[str, Tensor], loss: Tensor, logprob_T: Tensor, row: PackedRow | None
     ) -> None:
-        """Add a row; None: one that only kept step with other ranks."""
+        """Add a row; None stands for an empty pass in step with other ranks."""
         nothing = torch.zeros_like(loss)
         self._open.append({"divergence_sum": nothing, **stats, "loss_sum": loss})
         if row is not None:
@@ -116,9 +116,7 @@ class StepMetrics:
         }
 
     def _to_host(self) -> tuple[dict[str, float], tuple[float, float]]:
-        """Sums by name, and (maximum ratio, -minimum ratio); every rank has the same names, also
-        without a row.
-        """
+        """Return sums by the same names on all ranks, and (maximum ratio, -minimum ratio)."""
         names = [*_SUMS, "ratio_max", "ratio_min"]
         if not self._stats:
             return dict.fromkeys(_SUMS, 0.0), (-math.inf, -math.inf)

@@ -1,13 +1,13 @@
-"""A row of any size in the memory of one path: it is walked piece by piece.
+"""Forward and backward passes over a row of any size, piece by piece, in the memory of one path.
 
 A subtree of at most `budget` tokens is computed at once, forward and backward; small siblings share
-a pass. What is left are inner pieces: a trunk with more below its end than the budget, and the
-small subtrees beside it. A walk enters the trunk without a graph, which leaves its keys and values,
-or the states of recurrent layers, to the passes below; then it leaves the piece with a forward pass
-over all of it and a backward pass that takes the loss and what the passes below have added to the
-gradients of keys, values and states. So every gradient is that of the whole row, no token is
-computed twice but those of trunks, and what is kept is the open path alone. A row within the budget
-is a walk of one pass.
+a pass. The remaining inner pieces consist of a trunk with more tokens below its end than the
+budget, and the small subtrees beside it. A walk enters the trunk without a graph, which leaves its
+keys and values, or the states of recurrent layers, to the passes below; then it leaves the piece
+with a forward pass over all of it and a backward pass that takes the loss and what the passes below
+have added to the gradients of keys, values and states. So every gradient equals the whole row's,
+only tokens of trunks are computed twice, and only the open path stays in memory. A row within the
+budget is a walk of one pass.
 
 N: tokens of a row, M: targets of a piece, P: tokens of its trunk.
 """
@@ -36,11 +36,11 @@ class Kind(enum.Enum):
     """The kinds of passes."""
 
     ENTER = "enter"
-    """It reads an inner piece without a graph, and opens it."""
+    """Reads an inner piece without a graph, and opens it."""
     ONCE = "once"
-    """It computes whole subtrees, forward and backward."""
+    """Computes whole subtrees, forward and backward."""
     LEAVE = "leave"
-    """It closes the innermost open piece, and computes it forward and backward."""
+    """Closes the innermost open piece, and computes it forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Pass:
 
     @property
     def learns(self) -> bool:
-        """Whether it has a backward half."""
+        """Whether the pass has a backward half."""
         return self.kind is not Kind.ENTER
 
     def to(self, device: torch.device) -> Pass:
@@ -89,8 +89,8 @@ class _Piece(NamedTuple):
 
 
 def passes(row: PackedRow, budget: int | None) -> list[Pass]:
-    """Return the walk through a row on the host, in passes of at most `budget` tokens; None: in
-    one.
+    """Return the walk through a row on the host, in passes of at most `budget` tokens; None: in one
+    pass.
     """
     if budget is None or len(row.input_ids_N) <= budget:
         return [Pass(Kind.ONCE, row)]
@@ -265,9 +265,7 @@ class _Cutter:
 
 
 class OpenPath:
-    """Holds what open pieces leave to the passes below: by layer their keys and values, or what a
-    recurrent layer goes on from.
-    """
+    """The state of open pieces for later passes, by layer: keys and values, or recurrent state."""
 
     def __init__(self) -> None:
         self._pieces: list[_Open] = []
@@ -325,8 +323,8 @@ class OpenPath:
         return self._pieces.pop()
 
     def backward(self, loss: Tensor, left: _Open | None) -> None:
-        """Take the gradient of a pass: of the loss and, where it leaves a piece, of what the passes
-        below have asked of that.
+        """Run the backward pass: of the loss and, when leaving a piece, of the gradients that
+        passes below have accumulated.
         """
         roots, gradients = [loss], [torch.ones_like(loss)]
         made = self._made or {} if left else {}
@@ -366,7 +364,7 @@ class _Open:
 
 
 def schedule(steps: Collection[Pass], world: World) -> list[bool]:
-    """Say which passes learn, so that ranks with different walks run the same; collective.
+    """Return which passes learn, so that ranks with different walks run the same; collective.
 
     The passes of each rank are a part of the answer, in order; it idles in what is left over.
     """

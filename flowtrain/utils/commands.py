@@ -59,18 +59,18 @@ class Commands:
 
 def add_server(parser: argparse.ArgumentParser, port: int) -> None:
     """Add the options of a server: where it listens (`port` by default), and to whom."""
-    text = "address to listen at (default: this machine alone, 127.0.0.1); plain HTTP"
+    text = "address to listen on (default: 127.0.0.1, this machine only); plain HTTP"
     parser.add_argument("--host", default="127.0.0.1", help=text)
-    text = f"0: any free one (default: {port})"
+    text = f"port to listen on; 0: any free port (default: {port})"
     parser.add_argument("--port", type=number(0, 65535), default=port, help=text)
-    text = "answer /metrics without a token, too"
+    text = "serve /metrics without a token too"
     parser.add_argument("--open-metrics", action="store_true", help=text)
     add_tokens(parser, required=False)
 
 
 def add_tokens(parser: argparse.ArgumentParser, required: bool) -> None:
     """Add the option for the file of tokens."""
-    text = "JSON file of the tokens of nodes and trainers (default: FLOWTRAIN_TOKEN alone)"
+    text = "JSON file with the tokens of nodes and trainers (default: only FLOWTRAIN_TOKEN)"
     parser.add_argument("--tokens", type=Path, required=required, metavar="FILE", help=text)
 
 
@@ -79,7 +79,9 @@ def number(low: int, high: int) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         if not text.isdecimal() or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {low} to {high}")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} must be a whole number from {low} to {high}"
+            )
         return int(text)
 
     return parse

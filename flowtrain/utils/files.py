@@ -1,6 +1,6 @@
 """Files and folders that survive a power cut.
 
-What was written may be lost, or be zeros, until its file is synced; a name, until its folder is. So
+Written data may be lost or read as zeros until its file is synced; a name, until its folder is. So
 what something else takes the place of goes after that is on the disk.
 """
 

@@ -1,9 +1,9 @@
-"""One writer at a time: a lock on a file, with the name of its holder in it.
+"""A lock on a file, which names its holder, for a single writer at a time.
 
-It is the system's (`flock`), which releases it when its holder dies, however that happens. Children
-do not get it, so that a server which outlives its trainer holds nothing. It holds between the hosts
-of a shared file system that has such locks (NFS with lockd or from version 4, Lustre with -o flock,
-CephFS, GPFS); where there are none it is refused.
+The lock is a `flock`, which the system releases whenever its holder dies. Children do not get it,
+so that a server which outlives its trainer holds nothing. The lock works across hosts of a shared
+file system with such locks (NFS with lockd or from version 4, Lustre with -o flock, CephFS, GPFS);
+other file systems are rejected.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Lock:
         assert self._held is not None, "it was released"
         if not _is_in_place(self._path, self._held.descriptor):
             raise UserError(
-                f"{self._path} was deleted, so that another process may write {self._subject} too; "
-                "this one ends"
+                f"{self._path} was deleted, so another process may be writing {self._subject} "
+                "too; this one ends"
             )
 
     def release(self) -> None:
@@ -127,7 +127,7 @@ def _close_in_child() -> None:
 
 
 def _is_in_place(path: Path, descriptor: int) -> bool:
-    """Tell whether the file that is open still has its name."""
+    """Return whether the file that is open still has its name."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
@@ -155,8 +155,8 @@ def _acquire(path: Path) -> int | str:
                     return _read_holder(descriptor) or "another process"
             except OSError as error:
                 raise UserError(
-                    f"cannot lock {path}: {error.strerror}; mount its file system with locks, or "
-                    "use another"
+                    f"cannot lock {path}: {error.strerror}; mount its file system with lock "
+                    "support, or use another one"
                 ) from error
         time.sleep(_TICK_S)
 

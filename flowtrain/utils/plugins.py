@@ -33,7 +33,7 @@ def offered(kind: str, group: str, built_in: Mapping[str, EntryPoint]) -> dict[s
     for entry in sorted(entry_points(group=group), key=lambda entry: (entry.name, package(entry))):
         if (other := entries.setdefault(entry.name, entry)) != entry:
             raise UserError(
-                f"{kind} {entry.name!r} is offered by {package(other)} and by {package(entry)}; "
+                f"{kind} {entry.name!r} is defined by both {package(other)} and {package(entry)}; "
                 "uninstall one of them"
             )
     return entries
@@ -64,7 +64,7 @@ def load(
     if name not in entries:
         raise UserError(
             f"{origin}: there is no such {kind}; there are {', '.join(entries)}, and {OBJECT} "
-            "names one of your own"
+            "names a custom one"
         )
     entry = entries[name]
     with guard(entry, f"{origin} of package {package(entry)} cannot be imported"):

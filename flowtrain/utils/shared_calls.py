@@ -13,8 +13,8 @@ V = TypeVar("V")
 class Together(Generic[K, V]):
     """A function of many keys for callers with one each.
 
-    Those that call within one turn of the event loop share its calls, of at most `size` keys. A key
-    that is under way is not asked again.
+    Callers within one turn of the event loop share its calls, of at most `size` keys. A pending key
+    is not requested again.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ def printable(text: str, keep: str = "\n\t") -> str:
     r"""Escape what a terminal would obey or not show: control characters but those to `keep`,
     changes of the direction of writing, separators of lines, halves of surrogate pairs.
 
-    Those of ASCII become \x1b, others \u202e, so JSON that has been made stays the same JSON.
+    ASCII ones become \x1b, others \u202e, so existing JSON stays the same JSON.
     """
     return _UNPRINTABLE.sub(lambda match: match[0] if match[0] in keep else _escape(match[0]), text)
 

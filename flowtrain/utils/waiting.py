@@ -19,8 +19,8 @@ _AGAIN_S = 30.0
 
 @contextmanager
 def waiting(what: str, is_shown: bool = True, *, total: int = 0) -> Iterator[Callable[[], None]]:
-    """Tell on stderr what the block waits for, once it has lasted `PATIENCE_S`, and then how far it
-    is: "held-out rollouts: 40 of 120, 38 s ...".
+    """Report on stderr what the block waits for, once it has lasted `PATIENCE_S`, and then how far
+    it is: "held-out rollouts: 40 of 120, 38 s ...".
 
     Args:
         what: what is done, as a person says it: "loading the model".

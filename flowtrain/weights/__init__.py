@@ -22,7 +22,7 @@ _HOMES = {
     "stores.folder": ("Source", "WeightStore"),
     "stores.remote": ("RemoteStore", "open_source"),
 }
-"""Names by the module that has them, imported when asked for: a server of files needs no torch."""
+"""Names by module, imported on first use, so that a file server needs no torch."""
 
 __all__ = [
     "Loaded",

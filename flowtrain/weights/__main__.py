@@ -1,7 +1,7 @@
-"""Verify a weight store, serve it, clean it up.
+"""Verify, serve and clean a weight store.
 
-LOCATION is the folder that holds HEAD, or its URL; FLOWTRAIN_TOKEN is the token for it.
-Exit codes: 0 all is well, 1 something is damaged or missing, 2 the command was not understood.
+LOCATION is the folder that holds HEAD, or its URL; FLOWTRAIN_TOKEN is the token for it. Exit codes:
+0 all is well, 1 a file is damaged or missing, 2 the command was not understood.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def _verify(options: argparse.Namespace, cache: Path) -> int:
 def _serve(options: argparse.Namespace, _cache: Path) -> int:
     store = WeightStore(_folder(options.store))
     if not store.root.exists():
-        print(f"{store} is not there yet; it is served from its first version on", file=sys.stderr)
+        print(f"{store} does not exist yet; serving starts with its first version", file=sys.stderr)
     elif not store.root.is_dir():
-        raise UserError(f"{store} is no folder")
+        raise UserError(f"{store} is not a folder")
     try:
         serve.serve(
             store,
@@ -101,13 +101,13 @@ def _open(location: str, cache: Path) -> Source:
 def _open_folder(location: str) -> WeightStore:
     path = _folder(location)
     if not path.is_dir():
-        raise UserError(f"{location} is no folder")
+        raise UserError(f"{location} is not a folder")
     return WeightStore(path)
 
 
 def _folder(location: str) -> Path:
     if "://" in location:
-        raise UserError(f"{location} is an address; this command needs the folder itself")
+        raise UserError(f"{location} is a URL; this command needs the folder itself")
     return Path(location)
 
 
@@ -123,15 +123,15 @@ def _versions(source: Source) -> list[int]:
     versions = _list(source)
     if not versions or versions[-1] != head:
         raise StoreError(
-            f"HEAD of {source} is {head}, which is not there; publish a new version, or write the "
-            "newest one into it"
+            f"HEAD of {source} is {head}, which does not exist; publish a new version, or write "
+            "the newest version into HEAD"
         )
     return versions
 
 
 def _list(source: Source) -> list[int]:
-    """List the versions in order. Other machines have no listing: follow the deltas back from HEAD
-    and, where there are none, go to the number before.
+    """Return the versions in order. Other machines offer no listing, so follow the deltas back from
+    HEAD and, without deltas, try the previous number.
     """
     if isinstance(source, WeightStore):
         return source.versions()
@@ -163,10 +163,10 @@ def _parser() -> argparse.ArgumentParser:
 
     summary = "check files, deltas and digests"
     verify = commands.add("verify", _verify, summary, example="http://trainer:8321 --all")
-    verify.add_argument("location", metavar="LOCATION", help="a store or its URL")
+    verify.add_argument("location", metavar="LOCATION", help="folder or URL of the store")
     selection = verify.add_mutually_exclusive_group()
-    selection.add_argument("--version", type=count, help="this version instead of HEAD")
-    text = "every version; over HTTP those that HEAD leads back to"
+    selection.add_argument("--version", type=count, help="check this version instead of HEAD")
+    text = "check every version; over HTTP the versions reachable from HEAD"
     selection.add_argument("--all", action="store_true", help=text)
     verify.add_argument("--threads", type=positive, default=1, help="CPU threads (default: 1)")
 
@@ -176,12 +176,12 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument("store", metavar="STORE", help=text)
     add_server(server, 8321)
 
-    summary = "delete versions that nobody needs"
+    summary = "delete versions that are no longer needed"
     collect = commands.add("gc", _gc, summary, example="runs/a/weights --keep 10 --dry-run")
     collect.add_argument("store", metavar="STORE", help="the folder that holds HEAD")
     text = "newest versions to keep, with the full snapshot they come from and all since"
     collect.add_argument("--keep", type=positive, required=True, help=text)
-    collect.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    collect.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     return commands.parser
 
 

@@ -35,7 +35,7 @@ class SingleRank:
 
 
 def gather(ranks: Ranks, value: object) -> list[Any]:
-    """Return the value of each rank, as JSON gives it back, on every rank; collective."""
+    """Return the values of all ranks, passed through JSON, on every rank; collective."""
     return [json.loads(text) for text in ranks.gather_text(json.dumps(value))]
 
 

@@ -1,5 +1,5 @@
-"""Check that a store holds what its manifests say: every file, every delta against the weights it
-starts from, every version as pulled.
+"""Verification of a store against its manifests: every file, every delta against the weights it
+starts from, every version after a pull.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Verifier:
 
     @contextmanager
     def _collect(self, place: str) -> Iterator[None]:
-        """Add an error inside the block to the problems, after `place`, and go on."""
+        """Record an error inside the block as a problem, prefixed by `place`, and continue."""
         try:
             yield
         except (StoreError, _delta.DeltaError) as error:
@@ -68,8 +68,8 @@ class Verifier:
         return self.source.fetch(version, file)
 
     def _was_collected(self, version: int) -> bool:
-        """Tell whether a version was deleted together with all before it: deltas from there are no
-        longer of use, and not damaged. Over HTTP every gap looks like this.
+        """Return whether garbage collection deleted a version and all before it, so that deltas
+        from it are unusable but not damaged. Over HTTP every gap looks like this.
         """
         if isinstance(self.source, WeightStore):
             return version < min(self.source.versions())
@@ -102,8 +102,8 @@ class Verifier:
             check_layout(start.layout, target.layout, target.version)
             for name in target.missed_by(start, changes):
                 self.problems.append(
-                    f"version {target.version}: its deltas from version {version} do not lead to "
-                    f"its digest of {name!r}"
+                    f"version {target.version}: its deltas from version {version} do not "
+                    f"reproduce its digest of {name!r}"
                 )
 
     def _validate(self, blob: Blob, words: U16 | None) -> None:

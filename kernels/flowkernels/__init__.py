@@ -1,5 +1,5 @@
 """Fused losses for reinforcement learning of language models, layers of their decoders, and sparse
-deltas of weights: torch and Triton are all they need.
+weight deltas. They need torch and Triton only.
 
     from flowkernels import LossSpec, policy_loss
 
@@ -7,8 +7,8 @@ deltas of weights: torch and Triton are all they need.
                       old_logprob_T=old, weight_T=weight)
     out.loss.backward()
 
-Every public function takes `impl=`: "triton" (the kernels), "torch" (their reference, and what runs
-on a CPU) or "auto".
+Every public function takes `impl=`: "triton" (the kernels), "torch" (the reference implementation,
+which runs on a CPU) or "auto" (by device).
 """
 
 from flowkernels.branching import (

@@ -1,8 +1,8 @@
-"""Checks of arguments. A `ValueError` names the argument, what it must be and what it is.
+"""Checks of arguments. A `ValueError` names the argument, the requirement and the actual value.
 
 Checks that read values make a GPU wait, so they run on CPU tensors, and on others when
-FLOWKERNELS_DEBUG=1 is set. Without them a target above the vocabulary, a NaN logit or +inf gives
-NaN for its row and so for the loss: no mistake goes unseen.
+FLOWKERNELS_DEBUG=1 is set. Without the checks a target above the vocabulary, a NaN logit or +inf
+makes its row and the loss NaN, so no mistake goes unnoticed.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def check_token_inputs(
 
 
 def _is_of_sequences(advantage: Tensor, cu_seqlens_S1: Tensor | None, shape: Sequence[int]) -> bool:
-    """Tell whether there is one advantage per sequence; [T] is one per token, also where S = T."""
+    """Return whether there is one advantage per sequence; [T] is per token, even if S = T."""
     if cu_seqlens_S1 is None or advantage.shape == torch.Size(shape):
         return False
     return advantage.shape == (len(cu_seqlens_S1) - 1,)

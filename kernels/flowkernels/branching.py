@@ -28,14 +28,14 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class BranchingScore:
-    """One entry per token, in fp32 (fp64 where an argument is)."""
+    """The scores of packed rollouts, one entry per token, in fp32 (fp64 where an argument is)."""
 
     score_T: Tensor
-    """0 on tokens that were not generated."""
+    """Branching score; 0 on tokens that were not generated."""
     omega_T: Tensor
     """The clipped future ratio, in [1 - eps, 1 + eps]."""
     is_candidate_T: Tensor
-    """bool: generated, and both z-scores are above 0."""
+    """bool: the token was generated and both its z-scores are above 0."""
 
 
 @with_launcher("flowkernels.branching_triton")
@@ -83,9 +83,7 @@ def score(
 def _z_score(
     x_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (z-scores over the generated tokens of each sequence [T]; population standard
-    deviations, fp64 [S]).
-    """
+    """Return each sequence's z-scores of generated tokens [T] and population std, fp64 [S]."""
     zeros_S = torch.zeros(num_sequences, dtype=torch.float64, device=x_T.device)
     num_S = zeros_S.index_add(0, sequence_T, mask_T.double()).clamp(min=1)
     mean_S = zeros_S.index_add(0, sequence_T, torch.where(mask_T, x_T, 0.0).double()) / num_S
@@ -172,15 +170,16 @@ def branching_score(
     """Score every generated token of packed rollouts. No gradient.
 
     Args:
-        logprob_T: [T] fp32 or fp64, of the current policy; it and `old` may hold anything where
-            `mask` is false.
+        logprob_T: [T] fp32 or fp64, log-probs under the current policy. Values where `mask_T` is
+            false are ignored, here and in `old_logprob_T`.
         old_logprob_T: [T] fp32 or fp64, the denominator: the sampler's own log-probs for a stale
             rollout, else the initial policy's.
-        entropy_T: [T] fp32 or fp64, of the distribution that each token was drawn from.
+        entropy_T: [T] fp32 or fp64, entropy in nats of the distribution that each token was sampled
+            from.
         cu_seqlens_S1: [S + 1] int32 or int64, one sequence per rollout.
         mask_T: [T] bool, true on generated tokens; all by default.
         gamma: decay per position, in [0, 1].
-        clip: eps of Omega.
+        clip: eps, half the width of the clip range of Omega.
         impl: "triton", "torch", or "auto" by the device.
 
     Raises:
@@ -208,14 +207,15 @@ def branch_points(
     mask_T: Tensor | None = None,
     allowed_T: Tensor | None = None,
 ) -> Tensor:
-    """Return the best candidates of each sequence, int64 [S, B], best first; -1 where there is none
-    left. Nothing is read by the host.
+    """Return the best branch points of each sequence, int64 [S, B], best first; -1 fills the rest.
+    The host does not wait for the device.
 
     Args:
-        num_points: B, at most that many in a sequence.
-        spacing: generated tokens that two points of a sequence must be apart, at least.
-        mask_T: [T] bool, generated tokens, as given to `branching_score`; distances count these.
-        allowed_T: [T] bool, tokens that may be chosen at all (not white space, say).
+        num_points: B, the largest number of points per sequence.
+        spacing: smallest distance in generated tokens between two points of a sequence.
+        mask_T: [T] bool, true on generated tokens, as in `branching_score`; only these count
+            towards `spacing`.
+        allowed_T: [T] bool, tokens that may be chosen, for example all but white space.
 
     Raises:
         ValueError: an argument that does not fit, with its name and value.

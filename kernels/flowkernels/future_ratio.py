@@ -1,12 +1,12 @@
-"""Future-aware advantages: a token earns more where the policy has come to like what followed it
-(APPO, arXiv 2606.12384, eqs. 7 and 8).
+"""Future-aware advantages: a token's advantage grows when the policy has raised the probability of
+the tokens after it (APPO, arXiv 2606.12384, eqs. 7 and 8).
 
 Maths, within each sequence: d_t = logp - old; P_t = [d_t <= log c] with c the dual clip; F_t = P_t
 d_t + g F_{t+1}, a decayed product of ratios in log space, with g = 2^(-1/half_life); A_fut =
-clip(exp(clamp(F_t, -20, 20)), low, high), held constant; A = A_base (1 + coef A_fut). It is FIPO's
-future-KL (arXiv 2603.19835) with "1 +". A token's advantage hangs on the log-probs of those after
-it, so the loss is a function of all tokens: the head's logits are computed twice (four products
-instead of three), nothing else.
+clip(exp(clamp(F_t, -20, 20)), low, high), held constant; A = A_base (1 + coef A_fut). A_fut is
+FIPO's future-KL (arXiv 2603.19835) with "1 +". A token's advantage depends on the log-probs of
+later tokens, so the loss is a function of all tokens. The only cost is a second computation of the
+head's logits (four products instead of three).
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ _RISKY_LOW = 0.8
 
 @dataclass(frozen=True, slots=True)
 class FutureRatio:
-    """A_fut and what it does to the advantage. The defaults are APPO's."""
+    """The options of A_fut and of its effect on the advantage. The defaults are APPO's."""
 
     coef: float = 1.0
-    """b in A_base (1 + b A_fut): at 1 about twice the advantage. 0 leaves the advantage as it is.
-    """
+    """b in A_base (1 + b A_fut): 1 about doubles the advantage, 0 leaves it unchanged."""
     half_life: float = 64.0
-    """tau: tokens after which a ratio counts half."""
+    """tau: number of tokens after which a ratio counts half."""
     low: float = 1.0
     high: float = 1.2
     """A_fut lies in [low, high]; in [0.8, 1] for a negative advantage whose ratio is above 6."""
     max_dual_clipped: int | None = 1
-    """A sequence with more tokens that the dual clip bounds than this takes no part in the policy
-    term; None: all do."""
+    """Excludes from the policy term every sequence in which the dual clip bounds more tokens than
+    this; None excludes no sequence."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.coef) and 0 < self.half_life < math.inf):
@@ -56,7 +55,7 @@ class FutureRatio:
 
     @property
     def gamma(self) -> float:
-        """g, the decay per token."""
+        """The decay g per token."""
         return float(2 ** (-1 / self.half_life))
 
 
@@ -90,18 +89,19 @@ def future_factor(
     leaves_mean: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """Return the factor of the advantages, [T]: 1 + coef A_fut, and 0 in sequences that take no
-    part in the policy term; anything where a token has no weight. No gradient.
+    """Return the factor of the advantages, [T], without gradient: 1 + coef A_fut, and 0 in
+    sequences excluded from the policy term; undefined where a token has weight 0.
 
     Args:
-        log_ratio_T: [T], logp - old; fp32, or fp64, which stays fp64.
-        advantage_T: [T], of which the sign counts.
+        log_ratio_T: [T], logp - old, in fp32, or in fp64, which makes the result fp64.
+        advantage_T: [T]; only the sign is used.
         weight_T: [T].
-        cu_seqlens_S1: [S + 1] int32 or int64, the sequences: turns, or whole rollouts.
-        dual_clip: c of the loss; None: it has none, and all sequences take part.
-        leaves_mean: sequences that take no part leave the mean of the policy term too, as in APPO's
-            released code. The tokens are all those of the mean then: the others' factors grow by
-            the sum of all weights over the sum of theirs. The KL term keeps its mean.
+        cu_seqlens_S1: [S + 1] int32 or int64, bounds of the sequences: turns, or whole rollouts.
+        dual_clip: c of the loss; None: the loss has no dual clip, and all sequences stay in.
+        leaves_mean: remove excluded sequences from the mean of the policy term too, as in APPO's
+            released code. The call must then cover all tokens of the mean: the remaining factors
+            grow by the sum of all weights over the sum of the remaining ones. The mean of the KL
+            term is unchanged.
     """
     takes_part_T = _takes_part(log_ratio_T, advantage_T, weight_T, cu_seqlens_S1, future, dual_clip)
     ratio_T = future_ratio(
@@ -122,7 +122,7 @@ def _takes_part(
     future: FutureRatio,
     dual_clip: float | None,
 ) -> Tensor:
-    """Return 1 for tokens of sequences that stay in the policy term, else 0."""
+    """Return 1 for tokens of sequences that stay in the policy term, and 0 for the others."""
     if future.max_dual_clipped is None or dual_clip is None:
         return torch.ones_like(advantage_T)
     is_bounded_T = (weight_T != 0) & (advantage_T < 0) & (log_ratio_T > math.log(dual_clip))
@@ -137,13 +137,13 @@ def future_aware(spec: LossSpec, future: FutureRatio, impl: str = "auto") -> Tok
     """Return the loss of `spec` with future-aware advantages, for `policy_loss` and
     `linear_policy_loss`.
 
-    They need `old_logprob_T` and `cu_seqlens_S1` (the responses) then. TIS acts on the advantage as
-    in `policy_loss`; MIS is a matter of the weights, which the caller takes from
-    `correct_for_sampler` beforehand. Where sequences are not together in one call, or tokens are to
-    leave the mean, `future_factor` gives what to multiply advantages by.
+    The call then needs `old_logprob_T` and `cu_seqlens_S1` (the responses). TIS acts on the
+    advantage as in `policy_loss`; MIS acts on the weights, so the caller applies
+    `correct_for_sampler` first. If a sequence is spread over several calls, or if tokens have to
+    leave the mean, multiply the advantages by `future_factor` instead.
 
     Raises:
-        ValueError: the policy of `spec` has no ratio of a token ("nll", "gspo"), or a tensor is
+        ValueError: the loss of `spec` has no ratio per token ("nll", "gspo"), or a tensor is
             missing.
     """
     if spec.loss_type not in ("clip", "cispo"):

@@ -1,4 +1,4 @@
-"""Layers of a decoder whose backward pass needs their inputs alone: RMSNorm, rotary embedding and
+"""Decoder layers that save only their inputs for the backward pass: RMSNorm, rotary embedding and
 SwiGLU. Results are rounded where transformers' modules round them.
 
 Maths. RMSNorm (arXiv 1910.07467): r = (mean x^2 + eps)^(-1/2), y = w x r; with g = w dy, dx = r (g
@@ -82,7 +82,8 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(
     hidden: Tensor, weight_D: Tensor, eps: float, *, form: str = "llama", impl: str = "auto"
 ) -> Tensor:
-    """Normalise rows by their root mean square, and weight them; saves `hidden` and r.
+    """Return rows divided by their root mean square and multiplied by the weight; saves `hidden`
+    and r for the backward pass.
 
     Args:
         hidden: [..., D] fp32, bf16 or fp16.
@@ -135,13 +136,14 @@ class _Rotary(torch.autograd.Function):
 def rotary(
     query_BHND: Tensor, key_BHND: Tensor, cos_BNR: Tensor, sin_BNR: Tensor, *, impl: str = "auto"
 ) -> Pair:
-    """Rotate the first R numbers of each head by the angles of its position; saves cos and sin.
+    """Return queries and keys with the first R numbers of each head rotated by the angles of its
+    position; saves cos and sin for the backward pass.
 
     Args:
-        query_BHND: [B, H, N, D] fp32, bf16 or fp16, however it lies in memory.
+        query_BHND: [B, H, N, D] fp32, bf16 or fp16, of any memory layout.
         key_BHND: the same with any number of heads.
-        cos_BNR: [B or 1, N, R] of the same dtype, or fp32: products are rounded to it. No gradient.
-            R is even.
+        cos_BNR: [B or 1, N, R] of the same dtype, or fp32, to which products are then rounded. No
+            gradient. R is even.
         sin_BNR: the same.
         impl: "triton", "torch", or "auto" by the device.
 
@@ -202,12 +204,13 @@ class _SwiGLU(torch.autograd.Function):
 def swiglu(
     gate: Tensor, up: Tensor, weight_DF: Tensor | None = None, *, impl: str = "auto"
 ) -> Tensor:
-    """Return silu(gate) * up, or that times weight^T; saves these arguments alone.
+    """Return silu(gate) * up, or this product times weight^T; saves only these arguments for the
+    backward pass.
 
     Args:
-        gate: [..., F] fp32, bf16 or fp16; rows may lie apart, as halves of one tensor do.
+        gate: [..., F] fp32, bf16 or fp16; rows may be strided, as in halves of one tensor.
         up: the same.
-        weight_DF: [D, F] of the same dtype; the result is [..., D] then.
+        weight_DF: [D, F] of the same dtype; the result is then [..., D].
         impl: "triton", "torch", or "auto" by the device.
 
     Raises:

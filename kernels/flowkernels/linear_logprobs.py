@@ -1,8 +1,9 @@
 """Log-probabilities straight from hidden states; `lm_head.py` has the maths and the walk over
 chunks.
 
-One product of 2 T D V FLOPs; with `differentiable=True` the gradient takes the logits once more:
-four products in all. T: target tokens, D: hidden size, V: vocabulary.
+The forward pass takes one product of 2 T D V FLOPs; with `differentiable=True` the gradient
+computes the logits once more: four products in all. T: target tokens, D: hidden size, V:
+vocabulary.
 """
 
 from __future__ import annotations
@@ -107,21 +108,21 @@ def linear_logprobs(
     differentiable: bool = False,
     impl: str = "auto",
 ) -> LogProbs:
-    """Return `logprobs` of the logits hidden @ weight^T + bias, of which no more than a chunk
-    exists at a time.
+    """Return `logprobs` of the logits hidden @ weight^T + bias, with at most one chunk of logits in
+    memory.
 
     Args:
-        hidden_TD: [T, D] fp32, bf16, fp16 or fp64; in a batch [B, L, D] all that is [T] is [B, L].
+        hidden_TD: [T, D] fp32, bf16, fp16 or fp64; a batch [B, L, D] takes [B, L] for every [T].
         weight_VD: [V, D] of the same dtype. Under torch.autocast, tensors of unlike dtypes are cast
-            to autocast's, and gradients back to theirs; tensors of one dtype stay as they are. A
-            DTensor is gathered by all its ranks, and its gradient is their mean, as FSDP2 takes it.
+            to autocast's, and gradients back to theirs; tensors of equal dtypes are not cast. All
+            ranks of a DTensor gather it, and its gradient is their mean, as in FSDP2.
         bias_V: [V] of the same dtype, or a DTensor too.
-        fp32_logits: keep the logits of a 16-bit head in fp32: log-probs then carry the rounding of
-            the operands alone.
+        fp32_logits: keep the logits of a 16-bit head in fp32, so that only the rounding of the
+            operands affects the log-probs.
         memory_budget: bytes for logits; by default 4096 rows on a GPU and 2^23 logits on a CPU, or
-            all rows if the head is trained and its loss takes no more memory in one chunk.
-        differentiable: let gradients of `logprob_T` and `entropy_T` reach hidden, weight and bias,
-            by computing the logits once more.
+            all rows if the head is trained and a single chunk takes no more memory.
+        differentiable: allow gradients of `logprob_T` and `entropy_T` with respect to hidden,
+            weight and bias; the backward pass computes the logits once more.
         target_ids_T, temperature, softcap, sampling_mask, impl: as for `logprobs`.
 
     Raises:

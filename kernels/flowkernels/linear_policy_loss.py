@@ -2,7 +2,7 @@
 
 Three products of 2 T D V FLOPs where the gradient can be formed while a chunk's logits are at hand:
 every `LossSpec`, GSPO with its sequences kept within a chunk. A sequence longer than a chunk and a
-loss of one's own take the logits twice: four products. T: target tokens, D: hidden size, V:
+custom loss compute the logits twice: four products. T: target tokens, D: hidden size, V:
 vocabulary, S: sequences.
 """
 
@@ -84,18 +84,17 @@ def linear_policy_loss(
     weight and bias formed chunk by chunk.
 
     Args:
-        hidden_TD, weight_VD, bias_V, fp32_logits, memory_budget: as for
-            `linear_logprobs`. A gradient that none of the three tensors needs costs nothing: a
-            frozen head spares the third product. The gradient of the weight is summed in fp32 and
-            rounded once.
-        compact: leave rows without gradient out of the products, which is exact. The host waits
-            for the device to learn how many are left. "call": once, and rows that do not count
-            (weight 0, a negative target) are left out of all three. "chunks": once more for each
-            chunk, and rows that turn out to have none (clipped, no advantage) are left out of the
-            last two. True: "chunks" on a CPU, "call" elsewhere. False: no row is left out, and
-            nobody waits, so that a CUDA graph can capture the call; but for a function as `spec`,
-            and for "gspo" with more tokens than a chunk has rows, which must know its sequences.
-        The others: as for `policy_loss`.
+        hidden_TD, weight_VD, bias_V, fp32_logits, memory_budget: as for `linear_logprobs`.
+            Gradients that are not needed cost nothing: a frozen head saves the third product. The
+            weight's gradient is summed in fp32 and rounded once.
+        compact: skip rows without gradient, which leaves the result exact. The host waits for the
+            device to learn how many rows remain. "call" waits once and skips ignored rows (weight
+            0, a negative target) in all three products. "chunks" waits once more per chunk and also
+            skips rows whose gradient turns out to be 0 (clipped, no advantage) in the last two
+            products. True: "chunks" on a CPU, "call" elsewhere. False skips no row and never waits,
+            so that a CUDA graph can capture the call, except with a function as `spec`, and with
+            "gspo" on more tokens than a chunk has rows, which needs the bounds of its sequences.
+        Other arguments: as for `policy_loss`.
 
     Raises:
         ValueError: an argument that does not fit, with its name and value.

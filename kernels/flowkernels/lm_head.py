@@ -1,13 +1,13 @@
-"""The language model's head in chunks: logits -> loss and their gradient in place -> gradients of
-hidden states and weight.
+"""The language-model head in chunks: logits -> loss, with the logits' gradient in place ->
+gradients of hidden states and weight.
 
 Maths: logits = X W^T + b; dX = dlogits W, dW = dlogits^T X, db = sum dlogits. FLOPs: 2 T D V for
-each of the three products. Forming the gradient while a chunk's logits are at hand spares the
-fourth, which others spend on computing the logits again. Memory: one chunk of logits, and dW. Of
-several chunks dW is the sum, in fp32, whose read-modify-write (8 V D bytes per chunk) is why a
-chunk should not be small: 4096 rows by default. One chunk that does it all writes dW in the head's
-own dtype. In 16 bits it takes 2 T V + 2 V D bytes and several 2 C V + 4 V D: no more while T <= C +
-D. T: target tokens, C: rows of a chunk, D: hidden size, V: vocabulary.
+each of the three products. Forming the gradient while a chunk's logits are in memory saves a fourth
+product, which recomputes the logits elsewhere. Memory: one chunk of logits, and dW. Of several
+chunks dW is the sum, in fp32, whose read-modify-write (8 V D bytes per chunk) is why a chunk should
+not be small: 4096 rows by default. A single chunk writes dW in the head's own dtype. In 16 bits a
+single chunk takes 2 T V + 2 V D bytes and several take 2 C V + 4 V D, so one chunk takes no more
+while T <= C + D. T: target tokens, C: rows of a chunk, D: hidden size, V: vocabulary.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ HEAD = "Tensor hidden, Tensor weight, Tensor? bias"
 OPTIONS = "bool fp32_logits, SymInt chunk_rows, SymInt whole_rows, str impl"
 """Hidden states and their head, and how to walk over it, in the schema of an operator."""
 DENSE = 0.9
-"""A chunk with a larger share of active rows is not compacted: copying would cost more than it
-spares."""
+"""Above this share of active rows a chunk is not compacted: the copy would not pay off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +112,8 @@ def default_rows(num_vocab: int, on_gpu: bool) -> int:
 
 @dataclass(slots=True)
 class Gradients:
-    """Sums over the chunks; None for a gradient that nobody needs. What no chunk has written yet
-    holds anything until `finish`.
+    """Sums of gradients over the chunks; None for a gradient that is not needed. Parts that no
+    chunk has written are undefined until `finish`.
     """
 
     hidden_TD: Tensor | None
@@ -123,8 +122,8 @@ class Gradients:
     """fp32 (fp64 in fp64)."""
     needs_weight: bool
     weight_VD: Tensor | None = None
-    """The first chunk makes and writes it, the others add to it. In the head's own dtype where one
-    chunk does it all, else in fp32 (fp64 in fp64)."""
+    """The first chunk allocates and writes it, later chunks add to it. In the head's own dtype for
+    a single chunk, else in fp32 (fp64 in fp64)."""
     num_rows: int = 0
     """Rows that took part in the products."""
 
@@ -140,7 +139,7 @@ class Gradients:
         return cls(hidden, bias, needs[1])
 
     def clear_hidden(self, row_C: Tensor | slice = slice(None)) -> None:
-        """Zero rows of which not all will be written."""
+        """Zero these rows of the hidden states' gradient, as not all will be written."""
         if self.hidden_TD is not None:
             self.hidden_TD[row_C] = 0
 
@@ -200,8 +199,8 @@ class Gradients:
 
 
 def _product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
-    """Write out = a b; 16-bit operands may give an fp32 result. Autocast has no say where `out` is
-    given, nor in place.
+    """Write out = a b, perhaps in fp32 from 16-bit operands; autocast ignores `out` and
+    in-place.
     """
     dtype = out_MN.dtype
     if a_MK.dtype == dtype:
@@ -247,7 +246,7 @@ class ScoredChunk:
 
 
 def gradient_buffer(logits_CV: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the logits themselves for dlogits to go over, or a 16-bit buffer where the logits are
+    """Return the buffer for dlogits: the logits themselves, or a 16-bit buffer if the logits are
     fp32 and the products are not.
     """
     return logits_CV if logits_CV.dtype == dtype else torch.empty_like(logits_CV, dtype=dtype)

@@ -11,7 +11,7 @@ mask where the sampler renormalised over them. For upstream gradients of logp an
 with p^S = p, or the distribution over the mask's ids (0 outside them). Bytes, in bf16: 2 per
 element for the statistics; 4 with the gradient, if the second read of a row comes from cache, else
 6. The torch reference goes through the rows in chunks that fit a CPU cache, in fp32. T: target
-tokens, V: vocabulary, C: rows of a chunk, K: ids of all sampling masks.
+   tokens, V: vocabulary, C: rows of a chunk, K: ids of all sampling masks together.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from flowkernels.plain_tensors import flat_rows
 from flowkernels.targets import TARGETS, SamplingMask, Slopes, Targets, unflatten
 
 CHUNK_ELEMENTS = 2**19
-"""Elements of a chunk of the torch reference; two fp32 buffers of them stay in a core's share of
-the cache."""
+"""Elements of a chunk of the torch reference; two fp32 buffers fit a core's share of cache."""
 _MIN_EXPONENT = -1000.0  # exp of it is 0, and 0 times it is 0, which 0 times -inf is not
 
 
@@ -44,9 +43,7 @@ class Score:
 
 
 class State:
-    """Rows of `state_4T`: what the kernel of the gradient needs beside the scores. The torch
-    reference has no use for them.
-    """
+    """Rows of `state_4T`, which the gradient kernel needs; the torch reference does not."""
 
     TOP = 0
     """The largest logit."""
@@ -60,8 +57,8 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """fp32 each (fp64 for fp64 logits), in the shape of the targets; 0 in rows whose target is
-    negative.
+    """Scores of the targets, fp32 each (fp64 for fp64 logits), in the shape of the targets; 0 in
+    rows with a negative target.
     """
 
     logprob_T: Tensor
@@ -96,8 +93,8 @@ class Forward:
 
 
 def empty_rows(logits_TV: Tensor) -> Tensor:
-    """Return an empty tensor like the logits, each of whose rows lies to multiples of 16 bytes as
-    that of the logits does: kernels then read and write both 16 bytes at a time.
+    """Return an empty tensor like the logits whose rows have the logits' alignment modulo 16 bytes,
+    so that kernels read and write both tensors 16 bytes at a time.
     """
     num_rows, num_vocab = logits_TV.shape
     width = 16 // logits_TV.element_size()
@@ -194,16 +191,14 @@ def backward_torch(
 
 
 def _capped(logits_CV: Tensor, softcap: float | None) -> Tensor:
-    """Return the logits in fp32 (fp64 stays fp64), not yet divided by the temperature; the caller
-    must not write to them.
-    """
+    """Return read-only logits in fp32 (fp64 in fp64), not yet divided by the temperature."""
     x_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
     return (x_CV / softcap).tanh_().mul_(softcap) if softcap else x_CV
 
 
 def _row_sums(x_CV: Tensor) -> Tensor:
-    """Return the sums of rows. A row alone is summed as it is among others: torch would spread it
-    over threads, in an order of its own.
+    """Return the sums of rows, with the same bits for a row alone as among others. Torch would
+    split a single row over threads and sum in another order.
     """
     return x_CV.sum(-1) if len(x_CV) != 1 else x_CV.expand(2, -1).sum(-1)[:1]
 
@@ -328,9 +323,7 @@ def _(logits: Tensor, *_: object) -> Tensor:
 
 
 def scores(logits_TV: Tensor, targets: Targets, impl: str) -> tuple[Tensor, Tensor]:
-    """Call `compute_scores` as an operator: its scores are differentiable by the logits, by a
-    second read of them.
-    """
+    """Call `compute_scores` as an operator, differentiable by a second read of the logits."""
     result: tuple[Tensor, Tensor] = _scores_op(logits_TV, *targets.flat(), impl)
     return result
 
@@ -345,26 +338,26 @@ def logprobs(
     differentiable: bool = False,
     impl: str = "auto",
 ) -> LogProbs:
-    """Return the log-probability of each target, and the entropy and the log-sum-exp of its row, in
+    """Return the log-probability of each target with the entropy and the log-sum-exp of its row, in
     one read of the logits.
 
     Args:
         logits_TV: [T, V] fp32, bf16 or fp16, rows of any stride; accumulated in fp32. fp64 is
-            accepted, in torch, and stays fp64, as do the results. In a batch [B, L, V], or of more
-            dimensions, all that is [T] here is [B, L], and so are the results; a view where its
-            rows lie at one distance from each other, as they do not in logits[:, :-1], else a copy.
-        target_ids_T: [T] int64 or int32 in [0, V); a negative id marks a row that is not read.
+            accepted (torch computes it) and gives fp64 results. A batch [B, L, V], or one of more
+            dimensions, takes [B, L] for every [T] here and returns [B, L]; it is copied if its rows
+            are not evenly spaced in memory, as in logits[:, :-1].
+        target_ids_T: [T] int64 or int32 in [0, V); rows with a negative id are not read.
         temperature: divides the logits; > 0, a number or [T] of any float dtype.
         softcap: logits become softcap * tanh(logits / softcap) first.
-        sampling_mask: take log-probs over these ids, as the sampler did; entropy and lse stay those
-            of the full vocabulary. A batch's rows count in their order.
-        differentiable: let gradients of the results reach the logits (a second read, in the
-            backward pass).
+        sampling_mask: take log-probs over these ids, as the sampler did; entropy and lse still
+            cover the full vocabulary. The rows of a batch are numbered in order.
+        differentiable: allow gradients of the results with respect to the logits (a second read, in
+            the backward pass).
         impl: "triton", "torch", or "auto" by the device.
 
     Raises:
         ValueError: an argument that does not fit, with its name and value. Values of tensors are
-            checked on the CPU and with FLOWKERNELS_DEBUG=1; elsewhere a target above V and NaN
+            checked only on the CPU and with FLOWKERNELS_DEBUG=1; otherwise a target above V and NaN
             logits give NaN.
     """
     flat_TV = flat_rows("logits_TV", logits_TV)

@@ -1,4 +1,4 @@
-"""Which loss a token has: the options of `token_loss.py`, checked."""
+"""The specification of a token loss: the options of `token_loss.py`, checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """Which token loss. Averaging is not part of it: it comes in as `weight_T` (see
+    """The specification of a token loss, without averaging, which `weight_T` defines (see
     `token_weights`).
 
     Example: LossSpec(clip_high=0.3, dual_clip=3.0, kl="low_var_kl", kl_coef=0.001) is the loss of
@@ -26,50 +26,47 @@ class LossSpec:
     """
 
     loss_type: LossType = "clip"
-    """Kind of loss, with r = exp(logp - old), or 1 if there is no old log-prob. "clip": PPO/GRPO,
+    """Kind of loss, with r = exp(logp - old), or 1 without an old log-prob. "clip": PPO/GRPO,
     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); also DAPO and Dr.GRPO, which differ in
     advantage and weights. "gspo": the same with r = exp(mean over the sequence of logp - old)
-    (arXiv 2507.18071, eq. 5); its gradient is that of this mean, so tokens of a sequence share it
-    also where they differ in advantage or weight; needs `cu_seqlens_S1`.
-    "cispo": -min(r, 1 + clip_high) A logp with the ratio held constant (MiniMax-M1, arXiv
-    2506.13585, eq. 4). "nll": -A logp, supervised."""
+    (arXiv 2507.18071, eq. 5); its gradient flows through this mean, so all tokens of a sequence
+    share it even if their advantages or weights differ; needs `cu_seqlens_S1`. "cispo": -min(r, 1 +
+    clip_high) A logp with the ratio held constant (MiniMax-M1, arXiv 2506.13585, eq. 4). "nll": -A
+    logp, supervised."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    """c > 1 bounds the loss of negative advantages: for A < 0, loss <= -c A (Ye et al., arXiv
-    1912.09729)."""
+    """c > 1 bounds the loss for negative advantages A at -c A (Ye et al., arXiv 1912.09729)."""
     kl_coef: float = 0.0
-    """beta of the KL term to the reference; 0 leaves it out."""
+    """beta of the KL term to the reference policy; 0 disables the term."""
     kl: KL = "k3"
     """Estimator with u = logp_ref - logp: k1 = -u, k2 = u^2 / 2, k3 = exp(u) - u - 1 (Schulman,
-    "Approximating KL divergence"). "low_var_kl" is verl's k3: at most 10, and without a gradient
-    where it is bounded, which is beyond u = 2.6."""
+    "Approximating KL divergence"). "low_var_kl" is verl's k3: clamped to at most 10, with no
+    gradient where it is clamped (beyond u = 2.6)."""
     kl_ratio: bool = False
-    """Multiply the KL term by r, as it stands before any clip, through which the gradient flows too
-    (TRL's `use_bias_correction_kl`); for "gspo", by the ratio of the sequence."""
+    """Multiply the KL term by the unclipped r, with gradient (TRL's `use_bias_correction_kl`); for
+    "gspo", by the ratio of the sequence."""
     entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus, which is subtracted from the loss."""
+    """Coefficient of the entropy bonus, which the loss subtracts."""
     z_loss_coef: float = 0.0
     """Coefficient of lse^2, with lse = log sum exp of the logits at the temperature, over the whole
-    vocabulary: it keeps logits from drifting (PaLM, arXiv 2204.02311, sec. 5)."""
+    vocabulary; the term keeps logits from drifting (PaLM, arXiv 2204.02311, sec. 5)."""
     log_ratio_limit: float = 20.0
-    """Log-ratios (of old, reference and sampler) are clamped to +-this before exp; no gradient
-    flows through a clamped one. So an old log-prob of -inf costs -A e^20 = -4.85e8 A, finite, where
-    no clip bounds it (A < 0 without a dual clip), and has no gradient; the weight of "cispo" stays
-    1 + clip_high, with its gradient."""
+    """Log-ratios (of old, reference and sampler) are clamped to +-this before exp; a clamped one
+    has no gradient. So an old log-prob of -inf yields a finite loss, -A e^20 = -4.85e8 A, without
+    gradient, if no clip bounds it (A < 0 without a dual clip); the weight of "cispo" stays 1 +
+    clip_high, with its gradient."""
     tis: float | None = None
-    """Truncated importance sampling: the policy term is multiplied by min(pi_old / pi_sampler,
-    tis)."""
+    """Truncated importance sampling multiplies the policy term by min(pi_old / pi_sampler, tis)."""
     mis: tuple[float, float] | None = None
-    """Masked importance sampling: tokens whose pi_old / pi_sampler is outside [low, high] get
-    weight 0."""
+    """Masked importance sampling drops tokens whose pi_old / pi_sampler is outside [low, high]."""
     correction_level: Level = "token"
-    """Whose pi_old / pi_sampler `tis` and `mis` look at: that of the token, or that of its
-    "sequence", the product over the tokens that count; needs `cu_seqlens_S1` then."""
+    """Level of pi_old / pi_sampler for `tis` and `mis`: "token", or "sequence" for the product over
+    the tokens of the sequence with weight, which needs `cu_seqlens_S1`."""
 
     encoded: str = field(init=False, repr=False, compare=False)
-    """The whole spec as text: an operator's schema knows strings, and torch.compile then guards one
-    string and no numbers."""
+    """The whole spec as text, because an operator's schema supports strings, and torch.compile then
+    guards one string instead of many numbers."""
 
     def __post_init__(self) -> None:
         object.__setattr__(
@@ -108,8 +105,8 @@ class LossSpec:
 
     @property
     def is_fused(self) -> bool:
-        """Whether one kernel gives the loss of a row and its gradient; others see the scores of
-        all rows first.
+        """Whether one kernel computes the loss of a row and its gradient; other losses need the
+        log-probs of all rows first.
         """
         return self.loss_type != "gspo" and not self.kl_ratio and self.z_loss_coef == 0
 

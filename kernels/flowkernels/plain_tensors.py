@@ -1,5 +1,5 @@
-"""Tensors as other code has them - in batches, under autocast, sharded by FSDP2 - made into the
-plain ones [T, ...] that the functions work on.
+"""Conversion of tensors in batches, under autocast or sharded by FSDP2 to the plain tensors [T,
+...] that the functions take.
 """
 
 from __future__ import annotations

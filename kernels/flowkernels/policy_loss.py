@@ -2,9 +2,9 @@
 
 The maths is in `logprobs.py` (rows of logits) and `token_loss.py` (tokens). A `LossSpec` without a
 sequence term, a `kl_ratio` or a z-loss runs as one kernel that reads a row, takes its loss and
-writes its gradient: 4 B per element of bf16 when the second read comes from cache. The others see
-all tokens before any gradient is known, as does a loss of one's own, so there the logits are read
-again: 6 B. T: target tokens, V: vocabulary, S: sequences.
+writes its gradient: 4 B per element of bf16 when the second read comes from cache. Other specs and
+custom losses need the scores of all tokens before any gradient, so they read the logits again: 6 B.
+T: target tokens, V: vocabulary, S: sequences.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from flowkernels.targets import TARGETS, SamplingMask, Slopes, Targets, unflatte
 from flowkernels.token_loss import INPUTS, TokenInputs, TokenLossFn, token_loss, unflatten_inputs
 
 TAKEN_TWICE = (
-    "the gradient of a policy loss was taken twice; it is handed over at the first backward pass"
+    "the gradient of a policy loss was taken twice, but only the first backward pass gets it; "
+    "call the loss again for another one"
 )
 TOO_LATE = (
-    "the gradient of a policy loss in float16 was rounded before it is scaled by {:g}: scale "
-    "weight_T in place of the loss, or take bfloat16, which needs no loss scale"
+    "the gradient of a policy loss in float16 was rounded before scaling by {:g}: scale weight_T "
+    "instead of the loss, or use bfloat16, which needs no loss scale"
 )
 
 
@@ -49,15 +50,16 @@ class PolicyLoss:
     loss: Tensor
     """0-d: sum_T weight * token loss."""
     logprob_T: Tensor
-    """In the shape of the targets; 0 in rows that do not count (weight 0 or a negative
-    target), which are not read."""
+    """Log-probs in the shape of the targets; 0 in ignored rows (weight 0 or a negative target),
+    which are not read."""
     entropy_T: Tensor
     stats: dict[str, Tensor]
-    """Left on the device, over the tokens that count: the 0-d `num_tokens_sum`, `weight_sum`,
-    `entropy_sum`, `kl_sum`, `ratio_sum`, `ratio_max`, `ratio_min` (all before clipping),
-    `clipped_low_sum`, `clipped_high_sum` (by the side of 1 the ratio is on; the dual clip counts as
-    high) and `mismatch_sum` (|logp - old|). `*_sum` add up over micro-batches and ranks, `*_max`
-    and `*_min` reduce so; where no token counts these are -inf and inf."""
+    """Statistics over the tokens with weight, as 0-d tensors on the device: `num_tokens_sum`,
+    `weight_sum`, `entropy_sum`, `kl_sum`, `ratio_sum`, `ratio_max`, `ratio_min` (all before
+    clipping), `clipped_low_sum`, `clipped_high_sum` (by the side of 1 the ratio is on; the dual
+    clip counts as high) and `mismatch_sum` (|logp - old|). Over micro-batches and ranks, add
+    `*_sum` and reduce `*_max` and `*_min` by maximum and minimum; without any token these two are
+    -inf and inf."""
 
     @classmethod
     def of(cls, loss: Tensor, column_7T: Tensor, stats: Tensor) -> PolicyLoss:
@@ -79,9 +81,7 @@ class PolicyLoss:
 def run_loss(
     logits_TV: Tensor, targets: Targets, spec: LossSpec, inputs: TokenInputs, out_TV: Tensor | None
 ) -> Tensor:
-    """Return `column_7T`, and write the gradient by the logits into `out_TV` unless that is None;
-    it may be the logits.
-    """
+    """Return `column_7T`; write the logits' gradient to `out_TV`, if any; both may coincide."""
     weight_T = inputs.weight_T
     column_7T = weight_T.new_zeros(Column.NUM, len(weight_T))
     counts_T = (weight_T != 0) & (targets.ids_T >= 0)
@@ -187,7 +187,8 @@ register_gradients(_policy_loss_op)
 def scale_(gradient: Tensor, factor: Tensor) -> None:
     """Scale the gradient in place. A factor of 1, as `loss.backward()` sends it, costs nothing.
 
-    Raises RuntimeError for fp16 and the factor of a loss scale: what that is to save is 0 already.
+    Raises RuntimeError for fp16 and the factor of a loss scale, because the small gradients that
+    the scale should preserve are already 0.
     """
     is_captured = gradient.is_cuda and torch.cuda.is_current_stream_capturing()
     if gradient.dtype == torch.float16 and not is_captured and float(factor) > 1:
@@ -213,9 +214,7 @@ def scale_rows_(gradient: Tensor, factor: Tensor) -> None:
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Return gradient * factor: in place, but for a tracer, to which the gradient is an output that
-    must stay.
-    """
+    """Return gradient * factor, in place except in a tracer, where the gradient is an output."""
     if type(gradient) is not Tensor:
         fp32_gradient = gradient.to(torch.promote_types(gradient.dtype, factor.dtype))
         return (fp32_gradient * factor).to(gradient.dtype)
@@ -224,7 +223,7 @@ def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
 
 
 class HandOver(torch.autograd.Function):
-    """Gives a loss the gradient by the logits, which was written over them."""
+    """Attaches to a loss the gradient by the logits, which has overwritten the logits."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, logits_TV: Tensor) -> Tensor:
@@ -260,41 +259,44 @@ def policy_loss(
     """Return sum_T weight * token_loss(spec), with the gradient formed in the forward pass.
 
     Args:
-        logits_TV: [T, V] fp32, bf16 or fp16, rows of any stride. Its gradient has the same dtype,
-            so that fp16 takes a loss scale by `weight_T` and not by `backward`;
-            all arithmetic is fp32. fp64 is accepted, in torch, and stays fp64, with the numbers of
-            tokens and the results. In a batch [B, L, V], or of more dimensions, all that is [T]
-            here is [B, L], and so are the results; see `logprobs`.
-        target_ids_T: [T] int64 or int32 in [0, V); a negative id marks a row to leave out.
+        logits_TV: [T, V] fp32, bf16 or fp16, rows of any stride. All arithmetic is fp32. The
+            gradient has the dtype of the logits, so a loss scale for fp16 belongs in `weight_T`,
+            not in `backward`. fp64 is accepted (torch computes it) and gives fp64 results. A batch
+            [B, L, V], or one of more dimensions, takes [B, L] for every [T] here and returns [B,
+            L]; see `logprobs`.
+        target_ids_T: [T] int64 or int32 in [0, V); rows with a negative id are ignored.
         spec: the token loss, or a function of all tokens (see `TokenLossFn`).
-        advantage_T: [T] of any float dtype; or [S], one of each sequence of `cu_seqlens_S1` ([T]
-            where S = T).
-        weight_T: [T] of any float dtype, bool or int; it holds the whole averaging rule. Rows of
-            weight 0 are not read, get a zero gradient and count in no statistic.
-        old_logprob_T: [T] fp32 or fp64, of the policy that the ratio is taken against; None where
-            that is the current one: the ratio is 1, with the gradient of the log-prob.
-        ref_logprob_T: [T] fp32 or fp64, of the reference policy; needed when spec.kl_coef > 0.
-        sampler_logprob_T: [T] fp32 or fp64, as the sampler reported them; spec.tis and spec.mis
-            need them, and `old_logprob_T` too.
+        advantage_T: [T] of any float dtype, or [S] with one advantage per sequence of
+            `cu_seqlens_S1` (read as [T] if S = T).
+        weight_T: [T] of any float dtype, bool or int; the weights define the whole averaging rule
+            (see `token_weights`). Rows of weight 0 are not read, get a zero gradient and enter no
+            statistic.
+        old_logprob_T: [T] fp32 or fp64, log-probs under the policy in the ratio's denominator. None
+            stands for the current policy: the ratio is 1, with the gradient of the log-prob.
+        ref_logprob_T: [T] fp32 or fp64, log-probs under the reference policy; needed when
+            spec.kl_coef > 0.
+        sampler_logprob_T: [T] fp32 or fp64, log-probs that the sampler reported; spec.tis and
+            spec.mis need them and `old_logprob_T`.
         cu_seqlens_S1: [S + 1] int, bounds of the sequences; needed by "gspo" and by
-            correction_level="sequence". Those of a batch whose rows are sequences are
-            torch.arange(0, B * L + 1, L).
-        temperature: the one that sampled the tokens; > 0, a number or [T] of any float dtype.
-        softcap, sampling_mask: as for `logprobs`; the gradient stays on the ids of the
-            mask.
-        inplace: write the gradient over the logits, which hold garbage afterwards. Ignored under
-            torch.compile, which plans memory itself.
+            correction_level="sequence". For a batch with one sequence per row: torch.arange(0, B *
+            L + 1, L).
+        temperature: the sampling temperature of the tokens; > 0, a number or [T] of any float
+            dtype.
+        softcap, sampling_mask: as for `logprobs`; ids outside the mask get no policy gradient.
+        inplace: overwrite the logits with the gradient, so that peak memory is one copy of the
+            logits. Ignored under torch.compile, which plans memory itself.
         impl: "triton", "torch", or "auto" by the device.
 
     Raises:
         ValueError: an argument that does not fit, with its name and value. Values of tensors are
-            checked on the CPU and with FLOWKERNELS_DEBUG=1; elsewhere a target above V and NaN
+            checked only on the CPU and with FLOWKERNELS_DEBUG=1; otherwise a target above V and NaN
             logits give a NaN loss.
-        RuntimeError: a second backward pass through a loss whose gradient was formed in the forward
-            pass: it is handed over, not kept. Or one from fp16 by a loss that was scaled up.
+        RuntimeError: a second backward pass through the same loss, because the gradient of the
+            forward pass is handed over and not kept; or a backward pass through a scaled-up fp16
+            loss.
 
     Source: PPO (arXiv 1707.06347) eq. 7, GRPO (arXiv 2402.03300) eq. 3, DAPO (arXiv 2503.14476) eq.
-    8, Flow-GRPO (arXiv 2510.05592) eq. 5; the others at `LossSpec.loss_type`. T = 0 gives a zero
+    8, Flow-GRPO (arXiv 2510.05592) eq. 5; further ones at `LossSpec.loss_type`. T = 0 gives a zero
     loss.
     """
     inplace = inplace and not torch.compiler.is_compiling()

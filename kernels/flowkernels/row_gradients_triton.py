@@ -159,9 +159,9 @@ def backward_row(
     row, out_ptr, target, scored, mask, slopes, last_block, ALIGNMENT: tl.constexpr,
     LANES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradient of a row. Rows that have none are written without being read. What differs
-    from the rest of the row is written over it at the end, the target last, which a mask may name
-    too.
+    """Write the gradient of a row. Rows that have none are written without being read. Elements
+    that differ from the rest of the row are overwritten at the end, the target last, because a mask
+    may contain it too.
     """
     a, c, d = slopes
     tl.debug_barrier()  # in place, other threads may still read the target's logit

@@ -1,20 +1,21 @@
-"""Sparse deltas of weights: which 16-bit words changed and by how much, so that only those leave
-the device.
+"""Sparse weight deltas: the positions and differences of the 16-bit words that changed, so that
+only these leave the device.
 
 Maths, over the words w_i of a piece, unsigned, bit patterns and never numbers (a NaN equals itself,
 +0 is not -0); everything wraps: diff_i = (new_i - old_i) mod 2^16, and scattering adds it. Blocks
 of 65536 words from the piece's start: a position is 16 bits within its block, ascending. Digest,
 mod 2^64, g = first + i: x = (g + 1) 0x9E3779B97F4A7C15; r = (low32(x) ^ 0x85EBCA6B) (high32(x) ^
 0xC2B2AE35); r ^= r >> 32; c_a = low32(r) | 1, c_b = high32(r) | 1; digest = (sum_i w_i^2 c_a, sum_i
-w_i^2 c_b). Digests of pieces add up, and a delta changes them by what its own words do.
+w_i^2 c_b). Digests of pieces add up, and a delta changes a digest by the contribution of its own
+words.
 
 Bytes for n words, C of them changed: count reads 4 n, compact reads those 4 n again (but for tiles
 of 2048 that did not change) and writes 4 C; the digest change then reads 4 C and the 32-byte
 sectors of `old` that hold a change, 0.3 n at 1 %, at most 2 n. In all 8.3 n + 8 C at 1 %, and 4 C
-to the host. The digest's arithmetic (14 instructions a word) is left to that third
-pass: within count, every word would pay for it. Scattering reads 4 C, and reads and writes the
-sectors; `digest_words` reads 2 n. Extra memory: 12 bytes per tile of a diff, 16 per block of a
-scatter. B: blocks, C: changes.
+to the host. The third pass does the digest's arithmetic (14 instructions a word), because the count
+pass would do it for every word. Scattering reads 4 C, and reads and writes the sectors;
+`digest_words` reads 2 n. Extra memory: 12 bytes per tile of a diff, 16 per block of a scatter. B:
+blocks, C: changes.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ BLOCK_WORDS = 65536
 
 @dataclass(frozen=True, slots=True)
 class WordDiff:
-    """The changes of a piece, block by block, on its device."""
+    """The changed words of a piece, block by block, on its device."""
 
     counts: Tensor
-    """int32: changes in each block."""
+    """int32: number of changes in each block."""
     positions: Tensor
-    """int16, the bits of an unsigned number, since torch and NCCL do little with uint16:
-    `.cpu().numpy().view("uint16")`, or `.int() & 0xFFFF`. Relative to the block, ascending within
-    it."""
+    """int16 holding the bits of an unsigned number, because torch and NCCL barely support uint16:
+    `.cpu().numpy().view("uint16")`, or `.int() & 0xFFFF`. Relative to the start of the block,
+    ascending within the block."""
     diffs: Tensor
     """int16: new - old mod 2^16, never 0."""
     digest_change: Tensor
@@ -53,7 +54,7 @@ def _num_blocks(num_words: int) -> int:
 
 
 def _indices(counts: Tensor, positions: Tensor) -> Tensor:
-    """Return the word of each change, int64 [C], from the start of the piece."""
+    """Return the index of each changed word, int64 [C], from the start of the piece."""
     change_C = torch.arange(len(positions), device=counts.device)
     block_C = torch.searchsorted(counts.cumsum(0), change_C, right=True)
     return block_C * BLOCK_WORDS + (positions.long() & 0xFFFF)
@@ -155,12 +156,13 @@ def _(words: Tensor, *_: object) -> Tensor:
 
 
 def diff_words(old: Tensor, new: Tensor, first: int = 0, *, impl: str = "auto") -> WordDiff:
-    """Find the changes that turn `old` into `new`. The host waits once, for the number of changes.
+    """Return the changes that turn `old` into `new`. The host waits once, for the number of
+    changes.
 
     Args:
         old: contiguous, any shape, of a dtype with an even number of bytes; viewed as 16-bit words.
         new: same dtype, number of elements and device.
-        first: index of the first word for the digest, where the piece is part of something larger.
+        first: index of the first word for the digest, if the piece is part of a larger tensor.
         impl: "triton", "torch", or "auto" by the device.
 
     Raises:
@@ -179,14 +181,14 @@ def diff_pieces(
     *,
     impl: str = "auto",
 ) -> list[WordDiff]:
-    """Find the changes of many pieces, each as `diff_words` does. The host waits once, for the
-    numbers of changes of all.
+    """Return the changes of many pieces, each as `diff_words` would. The host waits once in total,
+    for the numbers of changes.
 
     Args:
-        olds: on one device, each as `diff_words` takes it.
-        new_of: makes the new words of piece i, twice on a GPU: all of them at once would take as
-            much memory as the old ones.
-        firsts: of each piece, the index of its first word for the digest.
+        olds: the old words of each piece, all on one device, as `diff_words` takes them.
+        new_of: returns the new words of piece i. It is called twice per piece on a GPU, because the
+            new words of all pieces together would take as much memory as the old ones.
+        firsts: the index of each piece's first word for the digest.
         impl: "triton", "torch", or "auto" by the device.
 
     Raises:
@@ -203,7 +205,7 @@ def diff_pieces(
 
 
 def diffs_to_host(diffs: Sequence[WordDiff]) -> list[WordDiff]:
-    """Copy the changes of pieces to the host, each field of all at once. The host waits once.
+    """Copy the changes of all pieces to the host, one transfer per field. The host waits once.
 
     Args:
         diffs: at least one, on one device.
@@ -234,13 +236,12 @@ def scatter_words_(
     origin: int = 0,
     impl: str = "auto",
 ) -> Tensor:
-    """Add a delta to `words` in place, and return the digest change that this made to the words it
-    met: int64 [2].
+    """Add a delta to `words` in place and return the resulting change of their digest, int64 [2].
 
-    Adding `-diffs` afterwards puts every bit back. The result is that of `diff_words` if and, but
-    for collisions, only if the words were the `old` of the diff. Nothing is read by the host.
-    Positions past the end write nothing on a GPU; two equal ones in a block give undefined words.
-    On a CPU, and with FLOWKERNELS_DEBUG=1, both are errors.
+    Adding `-diffs` afterwards restores every bit. The result equals `digest_change` of `diff_words`
+    if the words were the `old` of the diff and, except for hash collisions, only then. The host
+    does not wait for the device. Positions past the end write nothing on a GPU; two equal positions
+    in a block give undefined words. On a CPU, and with FLOWKERNELS_DEBUG=1, both are errors.
 
     Args:
         words: contiguous, any shape, of a dtype with an even number of bytes.
@@ -248,10 +249,10 @@ def scatter_words_(
         positions: int16 [C].
         diffs: int16 [C].
         first: index of the first word for the digest.
-        dims: int64 [D, 3], where `words` has a part of the delta's words in an order of its own:
-            rows of (size, stride, stride in `words`), of which the strides descend. The word of
-            index `origin` + sum i_d stride_d is words[sum i_d stride_in_words_d], with 0 <= i_d <
-            size_d; changes of other words are left out.
+        dims: int64 [D, 3], for a `words` that holds part of the delta's words in a different order:
+            rows of (size, stride, stride in `words`), with descending strides. The word of index
+            `origin` + sum i_d stride_d is words[sum i_d stride_in_words_d], with 0 <= i_d < size_d;
+            changes of other words are skipped.
         origin: with `dims`, the index of the word that is words[0].
         impl: "triton", "torch", or "auto" by the device.
 

@@ -36,8 +36,8 @@ def _x(index) -> tl.tensor:
 
 @triton.jit
 def _one() -> tl.tensor:
-    """Return 1 in uint32, which the compiler does not know. It would compute what it can see
-    through in 64 bits in place of 32, with twice the instructions.
+    """Return 1 in uint32, which the compiler does not know. The compiler would compute an
+    expression that it can analyse in 64 bits in place of 32, with twice the instructions.
     """
     return tl.num_programs(1).to(tl.uint32)
 

@@ -1,6 +1,4 @@
-"""The per-token results of a policy loss, and what people log of them, reduced on the device: no
-value is read by the host.
-"""
+"""A policy loss's results per token and its statistics, reduced without a host sync."""
 
 from __future__ import annotations
 

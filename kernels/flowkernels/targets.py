@@ -13,18 +13,17 @@ TARGETS = (
 )
 """`Targets.flat` in the schema of an operator."""
 UNSPECIALISED = ["num_rows", "temperature_stride"]
-"""Numbers of a launch that make no kernel of their own where they are 1 or a multiple of 16: it
-would be compiled for seconds, in the middle of a run, at whichever batch is the first to have them.
-"""
+"""Launch arguments that Triton must not specialise on when they are 1 or a multiple of 16. Each
+specialised kernel would take seconds to compile, in the middle of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingMask:
-    """The ids that top-k / top-p left to sample from, row after row, as vLLM's `SamplingMask` has
-    them (arXiv 2512.02556, 3.1).
+    """The token ids that top-k / top-p sampling kept for each row, concatenated, as in vLLM's
+    `SamplingMask` (arXiv 2512.02556, 3.1).
 
-    A row without ids was not truncated. A target is always counted in; ids of a row must differ
-    from one another.
+    A row without ids was not truncated. The target always counts as kept; the ids of a row must be
+    distinct.
 
     Example: SamplingMask(token_ids_K=tensor([5, 9, 2]), offsets_T1=tensor([0, 2, 2, 3])): rows 0
     and 2 were truncated, row 1 was not.
@@ -36,20 +35,22 @@ class SamplingMask:
     """int64 [T + 1], ascending from 0 to K."""
 
     def __getitem__(self, rows: slice) -> SamplingMask:
-        """Return the mask of consecutive rows. It still holds all ids, and offsets into them: to
-        find its own ids, which `trimmed` does, the host would have to wait for the device.
+        """Return the mask of consecutive rows. The result still holds all ids and offsets into
+        them, because selecting its own ids (`trimmed`) makes the host wait for the device.
         """
         return SamplingMask(self.token_ids_K, self.offsets_T1[rows.start : rows.stop + 1])
 
     def trimmed(self) -> SamplingMask:
-        """Return the mask with the ids of its rows alone, and offsets from 0 on."""
+        """Return the mask with only the ids of its own rows, and offsets that start at 0."""
         begin, end = int(self.offsets_T1[0]), int(self.offsets_T1[-1])
         if end - begin == len(self.token_ids_K):
             return self
         return SamplingMask(self.token_ids_K[begin:end], self.offsets_T1 - begin)
 
     def at(self, index_A: Tensor, num_ids: int | None = None) -> SamplingMask:
-        """Return the mask of any rows, in this order; `num_ids`: the number of ids, if known."""
+        """Return the mask of the given rows, in this order; `num_ids`: their number of ids, if
+        known, which spares the host a wait.
+        """
         counts_A = self.offsets_T1.diff()[index_A]
         offsets_A1 = torch.cat([counts_A.new_zeros(1), counts_A.cumsum(0)])
         shift_A = self.offsets_T1[index_A] - offsets_A1[:-1]
@@ -58,11 +59,11 @@ class SamplingMask:
         return SamplingMask(self.token_ids_K[place_K], offsets_A1)
 
     def is_truncated(self) -> Tensor:
-        """Return bool [T]: the row has ids."""
+        """Return bool [T], true for rows with ids."""
         return self.offsets_T1.diff() > 0
 
     def row_of_ids(self) -> Tensor:
-        """Return the row of each id, int64 [K]; of a `trimmed` mask."""
+        """Return the row of each id, int64 [K]. The mask must be `trimmed`."""
         counts_T = self.offsets_T1.diff()
         return torch.repeat_interleave(
             torch.arange(len(counts_T), device=counts_T.device), counts_T
@@ -89,7 +90,7 @@ class Targets:
         return Targets(self.ids_T[rows], self.temperature_T[rows], self.softcap, mask)
 
     def at(self, index_A: Tensor, num_mask_ids: int | None = None) -> Targets:
-        """Return the targets of any rows, in this order; see `SamplingMask.at`."""
+        """Return the targets of the given rows, in this order; see `SamplingMask.at`."""
         mask = None if self.mask is None else self.mask.at(index_A, num_mask_ids)
         return Targets(self.ids_T[index_A], self.temperature_T[index_A], self.softcap, mask)
 
@@ -103,7 +104,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Slopes:
-    """Upstream gradients of what a row gives, [T]; None for one that is 0 everywhere."""
+    """Upstream gradients of the scores of each row, [T]; None for one that is 0 everywhere."""
 
     logprob_T: Tensor
     entropy_T: Tensor | None = None

@@ -8,8 +8,8 @@ structured,
 
     a = -dL/dlogp,  c = -dL/dH,  d = dL/dlse,
 
-so a loss type is nothing but the numbers returned here, and one row kernel serves them all.
-T: target tokens, S: sequences.
+so a loss type is defined by the numbers returned here, and one row kernel serves all of them. T:
+target tokens, S: sequences.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ INPUTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenInputs:
-    """The inputs of a token loss: [T] each, in fp32 (fp64 for fp64 logits), without gradient. Where
-    `weight_T` is 0 a token takes no part and may hold anything.
+    """The inputs of a token loss: [T] each, in fp32 (fp64 for fp64 logits), without gradient.
+    Tokens of weight 0 are ignored, whatever their values.
     """
 
     advantage_T: Tensor
@@ -57,7 +57,7 @@ class TokenInputs:
         return self._indexed(block, bounds_S1)
 
     def at(self, is_chosen_T: Tensor, index_A: Tensor) -> TokenInputs:
-        """Return the inputs of the chosen tokens, named both ways; their sequences shrink."""
+        """Return the inputs of the chosen tokens, given as mask and indices; sequences shrink."""
         bounds_S1 = self.cu_seqlens_S1
         if bounds_S1 is not None:
             zero = is_chosen_T.new_zeros(1, dtype=torch.int64)
@@ -71,17 +71,17 @@ class TokenInputs:
         return replace(self, **parts, cu_seqlens_S1=cu_seqlens_S1)
 
     def per_token(self) -> dict[str, Any]:
-        """Return the tensors [T] by name, None among them."""
+        """Return the tensors [T] by name, including the ones that are None."""
         return {name: getattr(self, name) for name in _PER_TOKEN}
 
     def flat(self) -> tuple[Tensor | None, ...]:
-        """Return the fields that an operator takes, in the order of `INPUTS`; without the
-        sampler's, whose correction comes before.
+        """Return the fields that an operator takes, in the order of `INPUTS`, without the sampler's
+        log-probs, which are corrected for beforehand.
         """
         return tuple(getattr(self, name) for name in _FLAT)
 
     def corrected(self, spec: LossSpec) -> TokenInputs:
-        """Return the inputs with TIS on the advantages and MIS on the weights, as in the spec."""
+        """Return the inputs with the spec's TIS on the advantages and its MIS on the weights."""
         advantage_T, weight_T = correct_for_sampler(
             spec,
             self.advantage_T,
@@ -93,7 +93,7 @@ class TokenInputs:
         return replace(self, advantage_T=advantage_T, weight_T=weight_T)
 
     def scored(self, logprob_T: Tensor, entropy_T: Tensor, lse_T: Tensor) -> Tokens:
-        """Return the tokens after the forward pass."""
+        """Return the inputs together with the results of the forward pass."""
         return Tokens(
             logprob_T=logprob_T,
             entropy_T=entropy_T,
@@ -120,7 +120,7 @@ class Tokens(TokenInputs):
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """One entry per target token, [T]."""
+    """The loss of each target token and its derivatives, [T] each."""
 
     loss_T: Tensor
     dlogprob_T: Tensor
@@ -130,19 +130,18 @@ class TokenLoss:
     log_ratio_T: Tensor
     """logp - old before any clamp (of the sequence for "gspo")."""
     is_clipped_T: Tensor
-    """bool: the clip (or the dual clip) took this token's policy gradient away; for "cispo", its
-    ratio was bounded."""
+    """bool: the clip or dual clip zeroed the policy gradient, or bounded the ratio of "cispo"."""
     kl_T: Tensor
-    """The KL estimate to the reference where there is one, else k3 of old against new."""
+    """KL estimate to the reference policy; without one, k3 of the old policy against the new."""
     dlse_T: Tensor | None = None
     """dL/dlse; None when it is zero everywhere."""
     dsequence_T: Tensor | None = None
-    """The slope by logp through the ratio of the sequence: of the losses of all its tokens, times
-    their weights; None where a loss looks at no other tokens."""
+    """Derivative by logp through the ratio of the sequence, summed over the losses of its tokens
+    times their weights; None for losses that depend on no other token."""
 
     def weighted_slopes(self, weight_T: Tensor) -> Slopes:
-        """Return the derivatives of the sum of weight times loss; 0 where the weight is, whatever
-        the slope.
+        """Return the derivatives of the weighted sum of losses; 0 where the weight is 0, even for a
+        derivative that is not finite.
         """
         dlogprob_T, dentropy_T, dlse_T = (
             None if x is None else torch.where(weight_T != 0, weight_T * x, 0.0)
@@ -155,15 +154,14 @@ class TokenLoss:
 
 
 TokenLossFn = Callable[[Tokens], TokenLoss]
-"""A loss of one's own: it may look at all tokens, and returns the loss of each with its
-derivatives. Weights are applied afterwards."""
+"""A custom loss: maps all tokens to each one's loss and derivatives, before weighting."""
 
 
 def by_autograd(loss: Callable[[Tokens], Tensor]) -> TokenLossFn:
-    """Make a token loss of a function that returns the loss [T] of each token.
+    """Return a `TokenLossFn` built from a function that computes the loss [T] of each token.
 
-    Autograd takes its slopes by `logprob_T`, `entropy_T` and `lse_T`; a token's loss may look at
-    other tokens.
+    Autograd differentiates the loss by `logprob_T`, `entropy_T` and `lse_T`. The loss of a token
+    may depend on other tokens.
     """
 
     def with_slopes(tokens: Tokens) -> TokenLoss:
@@ -202,7 +200,7 @@ def by_autograd(loss: Callable[[Tokens], Tensor]) -> TokenLossFn:
 
 
 def token_loss(spec: LossSpec, tokens: Tokens) -> TokenLoss:
-    """Return the loss of each token and its derivatives.
+    """Return the loss of each token with its derivatives.
 
     Raises:
         ValueError: kl_coef > 0 without `ref_logprob_T`, "gspo" without `cu_seqlens_S1`.
@@ -273,11 +271,12 @@ def correct_for_sampler(
     sampler_logprob_T: Tensor | None,
     cu_seqlens_S1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages with TIS and weights with MIS; unchanged where the spec has neither.
+    """Return advantages corrected by TIS and weights corrected by MIS; unchanged if `spec` has
+    neither.
 
-    `policy_loss` does this itself. Whoever divides by the sum of the weights calls it before, so
-    that dropped tokens leave the denominator too; doing so twice changes nothing for MIS, and TIS
-    is to be left to one of the two. With correction_level="sequence" the ratio is that of all
+    `policy_loss` applies the same correction. Call this function first if you divide by the sum of
+    the weights, so that dropped tokens leave the denominator too. Applying MIS twice changes
+    nothing; apply TIS only once. With correction_level="sequence" the ratio is the product over all
     tokens with weight of a sequence of `cu_seqlens_S1`.
 
     Source: TIS, "Your efficient RL framework secretly brings you off-policy RL training" (Yao et

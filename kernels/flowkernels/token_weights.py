@@ -1,4 +1,4 @@
-"""The averaging rules people use, as weights per token; `policy_loss` only ever sums."""
+"""Averaging rules as weights per token; `policy_loss` itself only computes sums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def token_weights(
     mask_T: Tensor | None = None,
     length: int | None = None,
 ) -> Tensor:
-    """Return the weights, fp32 [T], with which a sum over tokens is the average wanted; 0 where
+    """Return the weights, fp32 [T], that turn a sum over tokens into the chosen average; 0 where
     `mask_T` is false.
 
     Args:
@@ -29,15 +29,17 @@ def token_weights(
         num_tokens: T, the last of these bounds.
         averaging: "token": the mean over all tokens (DAPO, arXiv 2503.14476). "sequence": the mean
             over sequences of their token means (GRPO, arXiv 2402.03300). "constant": the sum over
-            tokens by S * length (Dr.GRPO, arXiv 2503.20783).
-        mask_T: [T] bool, tokens that are trained; all by default. Sequences without any count in S.
+            tokens divided by S * length (Dr.GRPO, arXiv 2503.20783).
+        mask_T: [T] bool, tokens to train on; all by default. Sequences without such tokens still
+            count in S.
         length: the constant divisor of "constant", usually the longest response allowed.
 
     Raises:
         ValueError: an argument that does not fit, with its name and value.
 
-    These are averages over what is passed. Over several micro-batches or ranks, weigh each token by
-    1 (or 1 / tokens of its sequence) and divide by the sum of these over the whole batch.
+    The averages cover the tokens of one call. Over several micro-batches or ranks, weigh each token
+    by 1 (or 1 / tokens of its sequence) and divide by the sum of these weights over the whole
+    batch.
     """
     device = cu_seqlens_S1.device
     check_sequences(cu_seqlens_S1, num_tokens, device)

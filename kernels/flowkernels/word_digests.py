@@ -1,6 +1,4 @@
-"""Digests of 16-bit words, which add up over any partition of them; `sparse_delta.py` has the
-maths.
-"""
+"""Digests of 16-bit words, additive over any partition; `sparse_delta.py` has the maths."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as int64, which wraps alike
 _XOR_LOW, _XOR_HIGH = 0x85EBCA6B, 0xC2B2AE35
 _LOW32 = 0xFFFFFFFF
 _CHUNK = 2**20
-"""Words of which the reference holds 64-bit copies at once."""
+"""Number of words that the reference converts to 64 bits at a time."""
 
 
 def _coefficients(global_index: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,8 +62,8 @@ def digest_words(words: Tensor, first: int = 0, *, impl: str = "auto") -> Tensor
 
     Args:
         words: contiguous, any shape, of a dtype with an even number of bytes.
-        first: index of the first word; digests of pieces with their own `first` add up (mod 2^64)
-            to that of the whole.
+        first: index of the first word; the digests of pieces, each with its own `first`, add up
+            (mod 2^64) to the digest of the whole.
         impl: "triton", "torch", or "auto" by the device.
 
     Raises:
@@ -79,13 +77,12 @@ def digest_words(words: Tensor, first: int = 0, *, impl: str = "auto") -> Tensor
 
 
 def digest_at(words: Tensor, index: Tensor) -> Tensor:
-    """Return the digest of scattered words, int64 [2]: `digest_words` of all words of a piece is
-    the sum of this over any partition of them.
+    """Return the digest of scattered words, int64 [2]. Its sum over any partition of a piece equals
+    `digest_words` of the piece.
 
     Args:
         words: int16, any shape.
-        index: int64, same shape and device: of each word, from the start of the tensor that the
-            digest is of.
+        index: int64, same shape and device: the index of each word within the tensor.
 
     Raises:
         ValueError: an argument that does not fit, with its name and value.

@@ -210,7 +210,7 @@ def test_algorithms_that_branch_need_one_that_repeats_itself() -> None:
 
 @pytest.mark.parametrize(
     ("maker", "reason"),
-    [("Nothing", "has no 'Nothing'"), ("NO_MAKER", "makes nothing: it is a int")],
+    [("Nothing", "has no 'Nothing'"), ("NO_MAKER", "cannot be called: it is a int")],
 )
 def test_what_is_no_maker_is_refused(maker: str, reason: str) -> None:
     with pytest.raises(UserError, match=f"agent.environment=.*{reason}"):

@@ -289,7 +289,7 @@ def test_what_programs_ask_in_vain_is_told_once(
     assert told == [
         "the gateway refused a program's request: chat/completions: n=2 is not supported, only 1",
         "the gateway refused a program's request: "
-        r"models\x0a\x1b[2J: there is no such path",
+        r"models\x0a\x1b[2J: unknown path",
     ]
 
 

@@ -380,7 +380,7 @@ except NotFoundError as error:
     return error.body["error"]["message"]
 """
     trajectory, _ = solved(tmp_path, program("messages", source))
-    assert trajectory.answer == "there is no such path"
+    assert trajectory.answer == "unknown path"
 
 
 def test_wires_share_a_conversation() -> None:

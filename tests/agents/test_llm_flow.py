@@ -295,7 +295,7 @@ def test_bad_tool_spends_turn_and_verifier_runs() -> None:
         ("I refuse.", NO_COMMAND, "the executor wrote no command: I refuse."),
         (command("limit=2"), "(limit=2)", "takes (query: str, limit: int (optional)); got"),
         (command("query=7"), "(query=7)", "got (query: int)"),
-        (command("query={1}"), NO_COMMAND, "its arguments are no JSON"),
+        (command("query={1}"), NO_COMMAND, "its arguments are not valid JSON"),
         (command("query='a', x='b'"), "x=", "got (query: str, x: str)"),
     ],
 )

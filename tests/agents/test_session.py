@@ -383,7 +383,7 @@ def test_a_program_that_asks_something_else_cannot_branch() -> None:
     parent = asyncio.run(agent.run(TASK, 1))
     start = BranchStart(parent, BranchPoint(0, 0, 1, 1.0))
     branch = asyncio.run(agent.run(TASK, 2, start=start))
-    assert "it cannot branch: the same task and seed gave another prompt" in branch.error
+    assert "it cannot branch: the same task and seed led to a different prompt" in branch.error
 
 
 # ---- by name
@@ -442,7 +442,7 @@ def test_an_agent_of_another_package_makes_rollouts(
     [
         ("agentflo", ("there is no such agent; there are agentflow, ", "FILE.py:NAME")),
         ("{mine}:Eco", ("has no 'Eco'",)),
-        ("{mine}:NOT_ONE", ("is a int, not a class that makes agents",)),
+        ("{mine}:NOT_ONE", ("is a int, not an agent class",)),
         ("gone/agent.py:A", ("there is no file",)),
         ("json:dumps.x", ("json has no 'dumps.x'",)),
     ],
@@ -465,9 +465,11 @@ def test_algorithms_and_policies_ask_what_the_agent_can_do(mine: str) -> None:
     rewinds = config(f"{mine}:Rewinds", **appo)
     load_algorithm(rewinds).check_agent(load_kind(rewinds))
     infoflow = config(f"{mine}:Echo", algorithm={"name": "infoflow"})
-    with pytest.raises(UserError, match=r"agent\.name=.* takes no hints between turns"):
+    with pytest.raises(UserError, match=r"agent\.name=.* does not support hints between turns"):
         load_algorithm(infoflow).check_agent(load_kind(infoflow))
-    with pytest.raises(UserError, match=r"policies\.other does not go with agent\.name='single'"):
+    with pytest.raises(
+        UserError, match=r"policies\.other cannot be combined with agent\.name='single'"
+    ):
         load_kind(config("single", policies={"one": {}, "other": {}}))
 
 

@@ -204,5 +204,5 @@ def test_no_text_makes_a_special_token(parts: list[str]) -> None:
 
 def test_agents_of_others_are_refused() -> None:
     config = toy({**OPTIONS, "agent": {"name": "x.py:Mine"}})
-    with pytest.raises(UserError, match=r"rft.expert='gpt' plays .* it is 'x.py:Mine'"):
+    with pytest.raises(UserError, match=r"rft.expert='gpt' requires .* which is 'x.py:Mine'"):
         taught(object(), teach(""), config, {})

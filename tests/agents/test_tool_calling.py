@@ -294,7 +294,7 @@ def test_no_template_at_all_is_refused() -> None:
 @pytest.mark.parametrize(
     ("agent", "problem"),
     [
-        ({"prompt": "compact"}, "agent.prompt='compact' does not go with agent.name='tools'"),
+        ({"prompt": "compact"}, "agent.prompt='compact' cannot be combined with agent.name="),
         ({"tools": []}, "must name at least 1 tool"),
     ],
 )

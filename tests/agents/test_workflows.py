@@ -116,7 +116,7 @@ def test_a_policy_that_the_run_has_not_ends_it_in_one_line() -> None:
             return await Chat(session, policy="judge").ask("Hi")
 
     agent = agent_of(Asks, solver=("x",), verifier=("y",))
-    told = r"this run has no policy 'judge'; \[policies\] names solver, verifier"
+    told = r"this run has no policy 'judge'; \[policies\] defines solver, verifier"
     with pytest.raises(UserError, match=told):
         asyncio.run(agent.run(TASK, 1))
 

@@ -533,6 +533,6 @@ def test_gradient_is_that_of_the_objective(mode: Any, kl_coef: float, num_miniba
 def test_a_group_of_one_is_refused() -> None:
     """In mode "released" a lone rollout of one turn keeps its reward."""
     values: dict[str, Any] = {"rollout": {"group_size": 1}}
-    with pytest.raises(UserError, match="group_size=1 compares a rollout with itself"):
+    with pytest.raises(UserError, match="group_size=1 makes every advantage 0"):
         load_algorithm(Config.model_validate(values))
     load_algorithm(Config.model_validate(values | {"algorithm": {"mode": "released"}}))

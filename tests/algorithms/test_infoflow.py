@@ -61,7 +61,9 @@ def test_it_credits_the_verifiers_calls_too() -> None:
 def test_an_agent_of_one_turn_has_sub_goals_and_no_hints() -> None:
     options = {"agent": {"name": "single"}, "algorithm": {"name": "infoflow"}}
     config = Config.model_validate(options)
-    with pytest.raises(UserError, match=r"agent\.name='single' takes no hints.*hint_rate = 0"):
+    with pytest.raises(
+        UserError, match=r"agent\.name='single' does not support hints.*hint_rate = 0"
+    ):
         load_algorithm(config).check_agent(load_kind(config))
     config = Config.model_validate({**options, "infoflow": {"hint_rate": 0.0}})
     load_algorithm(config).check_agent(load_kind(config))

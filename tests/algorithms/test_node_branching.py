@@ -287,20 +287,22 @@ def test_a_service_takes_no_place_that_another_scorer_chose(engine: TorchEngine)
         GroupLimits(by_entropy, {}).check(Group(0, (root, branch)))
 
     check("sampler", 3)
-    with pytest.raises(Refused, match="where 'trainer' says, in this run 'sampler' does"):
+    with pytest.raises(
+        Refused, match="'trainer' chose its branch point, but this run uses 'sampler'"
+    ):
         check("trainer", 3)
-    with pytest.raises(Refused, match="left tokens of version 3 where version 2 says"):
+    with pytest.raises(Refused, match="from tokens of version 3, but version 2 scored them"):
         check("sampler", 2)
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--rollout.top_p", "0.9", "--rollout.top_k", "20"], "rollout.top_k=20 changes what"),
+        (["--rollout.top_p", "0.9", "--rollout.top_k", "20"], "rollout.top_k=20 changes"),
         (["--appo.scorer", "x"], r"appo.scorer='x' must be an endpoint of \[engines\] \(it has"),
         (
             ["--appo.omega", "behavior", "--rollout.engine", "vllm", "--rollout.temperature", "2"],
-            "rollout.temperature=2.0 must be 1 where vLLM",
+            "rollout.temperature=2.0 must be 1, because vLLM",
         ),
     ],
 )

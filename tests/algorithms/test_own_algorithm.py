@@ -78,7 +78,7 @@ def test_dapo_asks_other_questions_for_those_that_teach_nothing(
             r"plugins\.BoundedRloo\.mos=1\.0: Extra",
         ),
         (("--algorithm.name", "grpo"), "name='grpo': there is no such algorithm; there are flow_g"),
-        (("--algorithm.name", "json:dumps"), "is no subclass of flowtrain.algorithms.Algorithm"),
+        (("--algorithm.name", "json:dumps"), "is not a subclass of flowtrain.algorithms.Algorithm"),
         (("--plugins.flow_grpo.beta", "1"), r"plugins\.flow_grpo\.beta=1: Extra inputs"),
     ],
 )
@@ -94,7 +94,7 @@ def test_what_is_no_algorithm_and_options_that_it_lacks_are_refused(
     ("target", "problem"),
     [
         ("json:Half", "of package halves 1.2 cannot be imported: AttributeError: module 'json'"),
-        ("halves:Half", "cannot be made: ZeroDivisionError"),
+        ("halves:Half", "cannot be constructed: ZeroDivisionError"),
         ("halves:Whole", ""),
     ],
 )
@@ -144,11 +144,11 @@ def test_a_loss_in_a_file_has_the_gradient_that_autograd_gives_it(
     [
         (
             {"loss": "clap"},
-            r"(?s)algorithm\.loss.*'clap' is none of clip, gspo, cispo, and no FILE",
+            r"(?s)algorithm\.loss.*'clap' must be one of clip, gspo, cispo, or FILE",
         ),
         ({"loss": "my_loss.py:gone"}, r"algorithm\.loss='my_loss\.py:gone'"),
-        ({"loss": "json:dumps", "entropy_coef": 0.1}, "entropy_coef=0.1 does not go with algo"),
-        ({"loss": "json:dumps", "name": "appo"}, "does not go with algorithm.name='appo'"),
+        ({"loss": "json:dumps", "entropy_coef": 0.1}, "entropy_coef=0.1 cannot be combined with"),
+        ({"loss": "json:dumps", "name": "appo"}, "cannot be combined with algorithm.name='appo'"),
         ({"loss": "math:pi"}, "'pi' is a float, not a function"),
     ],
 )

@@ -89,10 +89,10 @@ def test_reinforce_plus_plus_normalises_over_the_batch(alone: World) -> None:
 
 
 def test_one_mode_of_two_and_an_algorithm_that_makes_its_samples_itself() -> None:
-    with pytest.raises(UserError, match="mode='released' is AgentFlow's code"):
+    with pytest.raises(UserError, match="mode='released' stands for AgentFlow's averages"):
         made("rloo", algorithm={"mode": "released"})
     for options in ({"overlong": "mask"}, {"overlong_buffer": 2}, {"dynamic_sampling": 1}):
-        with pytest.raises(UserError, match=r"does not go with algorithm\.name='infoflow'"):
+        with pytest.raises(UserError, match=r"cannot be combined with algorithm\.name='infoflow'"):
             made("infoflow", algorithm=options)
     with pytest.raises(UserError, match=r"overlong_buffer=11 must be at most rollout\.max_new"):
         made("flow_grpo", algorithm={"overlong_buffer": 11})
@@ -103,12 +103,12 @@ def test_one_mode_of_two_and_an_algorithm_that_makes_its_samples_itself() -> Non
         "policies": {"verifier": {"path": "v", "trained": True}},
     }
     made("infoflow", **beside)
-    with pytest.raises(UserError, match=r"trained=true does not go with algorithm\.name='appo'"):
+    with pytest.raises(UserError, match=r"trained=true cannot be combined with algorithm\.name"):
         made("appo", appo={"num_roots": 2}, **beside)
-    told = r"dynamic_sampling=1 needs algorithm\.equal_groups = 'drop'"
+    told = r"dynamic_sampling=1 requires algorithm\.equal_groups = 'drop'"
     with pytest.raises(UserError, match=told):
         made("rloo", algorithm={"dynamic_sampling": 1})
-    with pytest.raises(UserError, match=r"has no credit\(rewards\) of its own"):
+    with pytest.raises(UserError, match=r"does not implement credit\(rewards\)"):
         made("flowtrain.algorithms:Algorithm")
     assert not made("dapo", dataflow={"url": "http://x:1"}).config.algorithm.dynamic_sampling
 
@@ -202,7 +202,7 @@ def test_a_turn_is_credited_with_what_is_left_to_earn() -> None:
     assert [s.advantages[0] for s in out.samples] == approx([0.5, 0.15, 0.0, -0.15, -0.5])
     whole = batch("dr_grpo", group)
     assert [s.advantages[0] for s in whole.samples] == approx([0.5, 0.5, 0.0, 0.0, -0.5])
-    with pytest.raises(UserError, match=r"to_go' does not go with algorithm\.mode='released'"):
+    with pytest.raises(UserError, match=r"to_go' cannot be combined with algorithm\.mode='rel"):
         made("flow_grpo", algorithm={"turn_credit": "to_go", "mode": "released"})
 
 
@@ -258,7 +258,7 @@ def test_what_was_observed_goes_on_from_a_checkpoint(alone: World) -> None:
 
 
 def test_questions_of_one_rollout_are_not_dropped() -> None:
-    with pytest.raises(UserError, match=r"algorithm.equal_groups='drop' .* takes 'keep'"):
+    with pytest.raises(UserError, match=r"algorithm.equal_groups='drop' .* requires 'keep'"):
         made("spo", algorithm={"equal_groups": "drop"})
 
 

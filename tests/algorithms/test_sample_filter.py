@@ -113,11 +113,12 @@ def test_what_is_left_out_is_told_with_its_first_example(caplog: pytest.LogCaptu
         screened(
             replace(GOOD, prompt_ids=(1,) * 30), beyond, too_long, BAD["a log-prob above 0"][0]
         )
+    start = "samples excluded from training:"
     assert [record.getMessage() for record in caplog.records] == [
-        "samples left out: 2, the first because it has 31 tokens, the model 9 positions",
-        "samples left out: 1, the first because 280 is none of the model's 280 tokens",
-        "samples left out: 1, the first because a sampled token has the log-prob 0.01, outside "
-        "of -50 to 0.001",
+        f"{start} 2, the first because it has 31 tokens, but the model has 9 positions",
+        f"{start} 1, the first because 280 is not among the model's 280 tokens",
+        f"{start} 1, the first because a sampled token has the log-prob 0.01, outside of -50 to "
+        "0.001",
     ]
 
 

@@ -37,7 +37,8 @@ for line in sys.stdin:
         if line == "release\\n":
             lock.release()
         else:
-            lock = Lock.of_folder(Path(line.strip()), "end it or give another --run.dir")
+            cure = "end this process or choose another --run.dir"
+            lock = Lock.of_folder(Path(line.strip()), cure)
         print("held", flush=True)
     except UserError as error:
         print(error, flush=True)
@@ -128,7 +129,7 @@ def test_the_message_says_who_where_and_since_when(racers: list[Racer], tmp_path
         f"{tmp_path} is in use by python -c on host {socket.gethostname()}, "
         f"process {holder.pid}, since 20"
     )
-    assert line.endswith("end it or give another --run.dir") and "\n" not in line
+    assert line.endswith("end this process or choose another --run.dir") and "\n" not in line
 
 
 def test_a_stopped_process_still_holds_it(racers: list[Racer], tmp_path: Path) -> None:
@@ -218,7 +219,7 @@ def test_a_deleted_file_is_noticed_by_the_one_who_had_it(
     lock.check()
     (tmp_path / "lock").unlink()
     assert other.take(tmp_path) == "held", "whoever deletes it says that it is free"
-    with pytest.raises(UserError, match=r"lock was deleted, so that another process may write"):
+    with pytest.raises(UserError, match=r"lock was deleted, so another process may be writing"):
         lock.check()
     lock.release()
     assert f"process {other.pid}," in (tmp_path / "lock").read_text(), "it is the other's"
@@ -283,7 +284,10 @@ def test_a_holder_without_a_name_is_waited_for_and_then_refused(
     assert holder.take(tmp_path) == "held"
     os.truncate(tmp_path / "lock", 0)
     found = other.take(tmp_path)
-    assert found == f"{tmp_path} is in use by another process; end it or give another --run.dir"
+    assert (
+        found
+        == f"{tmp_path} is in use by another process; end this process or choose another --run.dir"
+    )
 
 
 def test_a_reader_sees_who_holds_it_and_takes_nothing(racers: list[Racer], tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_a_name_that_is_too_long_is_one_line(
     argv = ["--tasks.name", "file", "--tasks.path", name]
     assert command(monkeypatch, argv, body) == 2
     error = capsys.readouterr().err
-    assert error == f"flowtrain.test: {name!r} is longer than names of files may be\n"
+    assert error == f"flowtrain.test: {name!r} is too long for a file name\n"
 
 
 def test_help_prints_and_runs_nothing(

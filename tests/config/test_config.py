@@ -544,7 +544,7 @@ def test_check_allowed_refuses_all_other_options(words: list[str]) -> None:
     check_allowed(["--run.device", "cpu", "--vllm.sleep", "true"], allowed)
     with pytest.raises(
         UserError,
-        match=r"is the same for the whole run and cannot be set here; what can be: run.device, "
+        match=r"is fixed for the whole run and cannot be set here; options that can: run.device, "
         r"vllm.\*",
     ):
         check_allowed(words, allowed)

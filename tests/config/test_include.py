@@ -76,7 +76,7 @@ def test_what_cannot_be_included_is_refused(write: Write, tmp_path: Path) -> Non
         write("top.toml", f"include = {value}")
         assert "must be the path of a file" in complaint("--config", path)
     write("top.toml", 'include = "top.toml"')
-    assert "in a circle" in complaint("--config", path)
+    assert "in a cycle" in complaint("--config", path)
     write("top.toml", 'include = "a.toml"')
     write("a.toml", 'include = "./link.toml"')
     (tmp_path / "link.toml").symlink_to(path)
@@ -85,7 +85,7 @@ def test_what_cannot_be_included_is_refused(write: Write, tmp_path: Path) -> Non
 
 
 def test_the_stored_config_of_a_run_includes_nothing() -> None:
-    with pytest.raises(UserError, match="'include' must stand in a section"):
+    with pytest.raises(UserError, match="'include' must be in a section"):
         parse_over('include = "base.toml"', [])
 
 

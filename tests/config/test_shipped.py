@@ -41,7 +41,7 @@ def test_a_file_of_that_name_goes_first_and_a_folder_does_not(tmp_path: Path) ->
     [
         ("quicstart", "did you mean quickstart?"),
         ("configs/quickstart.toml", "did you mean quickstart?"),
-        ("my/own.toml", "--help has the names of those of flowtrain"),
+        ("my/own.toml", "--help lists the built-in configs"),
     ],
 )
 def test_a_file_that_is_not_there_is_refused_with_the_nearest_name(given: str, hint: str) -> None:

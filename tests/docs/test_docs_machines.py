@@ -55,7 +55,7 @@ def test_the_page_makes_a_run_in_its_order(tmp_path: Path, server: Server) -> No
         shell.ended()
         [audit] = re.findall(r"`(python [^`]* audit [^`]*)`", section)
         said = shell.run(audit.replace("...", "runs/flow.sqlite"))
-        assert "4 planner.assigned" in said and "it all adds up" in said
+        assert "4 planner.assigned" in said and "all counts are consistent" in said
     finally:
         shell.close()
     assert kinds[:3] == ["token", "flowtrain.rollouts", "flowtrain.weights"] and len(kinds) == 6

@@ -127,7 +127,7 @@ def test_every_public_name_has_its_place(package: str, site: Path, pages: dict[P
 
 def test_the_table_of_the_readme_and_constants_are_there(site: Path) -> None:
     records = (site / "reference" / "records.html").read_text(encoding="utf-8")
-    assert "Calls of tools that a turn may hold" in records
+    assert "Largest number of tool calls per turn" in records
     results = re.sub("<[^>]*>", "", (site / "results.html").read_text(encoding="utf-8"))
     assert "python -m bench.delta" in results and "What is where" not in results
 

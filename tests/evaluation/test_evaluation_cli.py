@@ -249,7 +249,7 @@ def test_another_evaluation_is_not_gone_on_with(
     before = log.read_bytes()
     engine = ("--engines.gpt.temperature", "0.5")
     for more, said in (
-        ((), "holds an evaluation: go on with it by --resume"),
+        ((), "holds an evaluation: continue it with --resume"),
         (("--resume", "--agent.eval_max_turns", "9"), "max_turns was [3], is [9]"),
         (("--resume", *engine), "config.engines.gpt.temperature was 0.0, is 0.5"),
         (("--resume", "--trials", "3"), "trials was 2, is 3"),
@@ -273,14 +273,14 @@ def test_another_evaluation_is_not_gone_on_with(
             "copy test/gaia/data/data.json of https://github.com/lupantech/AgentFlow",
         ),
         (("--benchmarks", "mmlu"), "benchmark 'mmlu' is unknown; known: bamboogle"),
-        (("--benchmarks", " , "), "eval.trials=2 goes with eval.benchmarks"),
+        (("--benchmarks", " , "), "eval.trials=2 requires eval.benchmarks"),
         (
             ("--planner", "claude"),
             "--planner 'claude' may be 'policy' or a name in [engines], which holds gpt",
         ),
-        (("--roles.executor", "policy"), "roles.executor='policy' would need the policy too"),
+        (("--roles.executor", "policy"), "roles.executor='policy' would load the policy too"),
         (("--planner", "gpt,claude"), "--planner 'claude' may be 'policy' or a name in [engines]"),
-        (("--turns", "3,0"), "--turns '3,0' must be numbers from 1, with commas"),
+        (("--turns", "3,0"), "--turns '3,0' must be numbers from 1, separated by commas"),
         (("--benchmarks", "mine=/nowhere.jsonl", "--paper"), "there is no such file"),
         (("--rows", "some"), "eval.rows='some': Input should be a valid integer"),
         (("--trials", "0"), "eval.trials=0: Input should be greater than 0"),

@@ -288,7 +288,7 @@ def test_lines_without_counts_are_refused(tmp_path: Path) -> None:
     record = json.loads(log.path.read_text())
     del record["counts"]
     log.path.write_text(json.dumps(record) + "\n")
-    with pytest.raises(UserError, match="lines without counts: choose another --out"):
+    with pytest.raises(UserError, match="lines without counts, so it cannot be continued: choose"):
         log_of(tmp_path)
 
 
@@ -339,7 +339,7 @@ def test_the_same_config_is_the_same_and_folders_do_not_matter() -> None:
 )
 def test_what_differs_is_named(option: str, value: str, said: str) -> None:
     begun, now = pins([]), pins([f"--{option}", value])
-    with pytest.raises(UserError, match="runs/x was begun with other settings") as error:
+    with pytest.raises(UserError, match="runs/x was started with other settings") as error:
         check_same(Path("runs/x"), begun, now)
     assert said in str(error.value) or (
         "engines.gpt" in str(error.value) and option.startswith("engines")
@@ -347,7 +347,7 @@ def test_what_differs_is_named(option: str, value: str, said: str) -> None:
 
 
 def test_of_many_differences_three_are_named() -> None:
-    told = r"a was 1, is 2; b was 1, is 2; c\.x was 1, is absent; go back to them or choose"
+    told = r"a was 1, is 2; b was 1, is 2; c\.x was 1, is absent; restore them or choose"
     with pytest.raises(UserError, match=told):
         check_same(
             Path("x"),

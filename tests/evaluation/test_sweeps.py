@@ -163,7 +163,7 @@ def test_a_sweep_that_was_cut_short_asks_nothing_twice(
     process.wait_for(lambda: gate.num_held == 4)
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait() == 130
-    said = r"stopped; go on with: python -m flowtrain.evaluation --benchmarks .* --resume"
+    said = r"stopped; continue with: python -m flowtrain.evaluation --benchmarks .* --resume"
     assert re.search(said, process.err.read_text())
     finished = read(log)
     assert 0 < len(finished) < NUM_ROLLOUTS

@@ -221,7 +221,7 @@ def test_an_incomplete_reply_is_an_error(
 ) -> None:
     chats = start(config({"verifier": "policy"}), tokenizer)
     chats.bind(policy)
-    with pytest.raises(EngineError, match="no whole reply within 0 s"):
+    with pytest.raises(EngineError, match="no complete reply within 0 s"):
         run_to_end(chats.roles["verifier"].ask("the area", deadline_s=0.0))
 
 

@@ -218,7 +218,7 @@ def test_a_server_that_never_was_there_is_the_users_mistake(
 ) -> None:
     with raw_server(OK) as server:
         pass
-    with pytest.raises(UserError, match=r"base_url=.*: no server is there: ConnectError"):
+    with pytest.raises(UserError, match=r"base_url=.*: no server responds: ConnectError"):
         ask(server)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and said[0].startswith("waiting for engines.frozen at http://127.0.0.1")
@@ -254,7 +254,7 @@ def test_waiting_for_a_free_slot_counts_towards_the_deadline() -> None:
             await asyncio.sleep(0.005)
         others = await _all(engine, 3, deadline_s=0.2)
         assert all(isinstance(error, EngineError) for error in others)
-        assert "other requests took all the time" in str(others[-1])
+        assert "other requests used up the time" in str(others[-1])
         gate.open_for = 1
         return await first
 
@@ -280,10 +280,10 @@ def test_a_cancelled_request_frees_its_slot() -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"<html>Bad gateway</html>", "no JSON: '<html>Bad gateway"),
+        (b"<html>Bad gateway</html>", "not JSON: '<html>Bad gateway"),
         (b"", "an empty body"),
-        (b"\xff\xfe\x00", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
+        (b"\xff\xfe\x00", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
         (b"[1, 2]", r"without choices.*\[1, 2\]"),
         (b'{"choices": []}', "without choices"),
         (b'{"choices": [null]}', "without choices"),
@@ -325,7 +325,7 @@ def test_a_request_that_is_refused_is_not_repeated(code: int) -> None:
 @pytest.mark.parametrize("code", [401, 403, 404])
 def test_a_wrong_key_or_model_is_a_user_error_until_the_first_reply(code: int) -> None:
     said, _ = refusal(chat_server(lambda body: status(code)), UserError)
-    assert re.match(rf"engines\.frozen: .*/v1.* HTTP {code} to model 'm'", said)
+    assert re.match(rf"engines\.frozen: .*/v1.* HTTP {code} for model 'm'", said)
     answers = iter(["fine"])
     with opened(chat_server(lambda body: next(answers, None) or status(code))) as (_, engine):
         assert run_to_end(engine.ask("x")) == "fine"

@@ -220,7 +220,7 @@ def test_a_model_that_sdpa_does_not_run_is_sampled(tiny_path: str, tmp_path: Pat
     ("size", "device", "message"),
     [
         (3, "cpu", "must divide num_attention_heads of model.path='.*', which is "),
-        (2, "cuda:1", "takes GPUs 1 to 2, and there are 2"),
+        (2, "cuda:1", "takes GPUs 1 to 2, but this machine has 2"),
     ],
 )
 def test_what_cannot_be_cut_for_several_devices_is_refused(
@@ -283,22 +283,24 @@ def test_a_policys_size_is_known_without_its_weights(tiny_path: str) -> None:
 def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="k must be the folder or hub name"):
         ModelSpec.load("k", "")
-    with pytest.raises(UserError, match=r"k='.*' is no causal language model"):
+    with pytest.raises(UserError, match=r"k='.*' is not a causal language model"):
         ModelSpec.load("k", str(tmp_path))
     with pytest.raises(UserError, match=r"k='\./mistyped': there is no such folder$"):
         ModelSpec.load("k", "./mistyped")
 
 
 def test_what_cannot_be_a_name_in_the_hub_is_refused_in_one_line() -> None:
-    with pytest.raises(UserError, match=r"^k='no name!': there is no such folder; as a name in"):
+    with pytest.raises(
+        UserError, match=r"^k='no name!': there is no such folder; looking it up in"
+    ):
         ModelSpec.load("k", "no name!")
 
 
 @pytest.mark.parametrize(
     ("answer", "line"),
     [
-        (ConnectionError("no route"), "; as a name in the hub it could not be reached: no route"),
-        (ValueError("no name"), "; as a name in the hub it could not be reached: no name"),
+        (ConnectionError("no route"), "; looking it up in the hub failed: no route"),
+        (ValueError("no name"), "; looking it up in the hub failed: no name"),
     ],
 )
 def test_the_hub_is_asked_once(

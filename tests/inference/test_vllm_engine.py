@@ -552,7 +552,7 @@ def test_missing_vllm_is_reported_with_its_cure(
     monkeypatch.setattr(
         "flowtrain.inference.vllm.process.importlib.util.find_spec", lambda name: None
     )
-    with pytest.raises(UserError, match=r"pip install 'flowtrain\[vllm\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[vllm\]'"):
         VllmEngine(
             VllmModel(tiny_path, "float32", 64, frozenset()),
             models.load_tokenizer(tiny_path),

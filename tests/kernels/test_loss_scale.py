@@ -49,7 +49,7 @@ def test_a_loss_scale_of_fp16_goes_into_the_weights(form: str, impl: str) -> Non
     FORMS[form](hidden, weight, 1.0, impl=impl).backward()
     exact = hidden.grad
     hidden, weight = inputs_of(torch.float16)
-    with pytest.raises(RuntimeError, match="was rounded before it is scaled by 8192: scale weight"):
+    with pytest.raises(RuntimeError, match="was rounded before scaling by 8192: scale weight"):
         (SCALE * FORMS[form](hidden, weight, 1.0, impl=impl)).backward()
     hidden, weight = inputs_of(torch.float16)
     FORMS[form](hidden, weight, SCALE, impl=impl).backward()

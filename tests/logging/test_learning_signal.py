@@ -96,9 +96,13 @@ def test_idle_steps_end_the_run_after_as_many_as_the_config_says() -> None:
         (
             [[0.1, 0.1], [0.5, 0.5]],
             0,
-            "the rollouts of each question have one reward, from 0.1 to 0.5",
+            "all rollouts of each question have the same reward; rewards range from 0.1 to 0.5",
         ),
-        ([[1.0, 1.0]], 3, "all 4 rewards are 1; of 8 actions 3 could not be read or named no tool"),
+        (
+            [[1.0, 1.0]],
+            3,
+            "all 4 rewards are 1; of 8 actions 3 could not be parsed or named no tool",
+        ),
     ],
 )
 def test_equal_rewards_are_told_by_their_value(

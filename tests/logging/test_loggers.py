@@ -82,7 +82,7 @@ def test_wandb_shows_late_numbers_at_their_step(wandb: ScriptedRun, tmp_path: Pa
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("wandb", "trackio"):
         monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(UserError, match=rf"pip install 'flowtrain\[{name}\]'"):
+        with pytest.raises(UserError, match=rf"pip install -e '\.\[{name}\]'"):
             open_loggers(config(loggers=[name]), tmp_path, 0)
 
 
@@ -182,7 +182,7 @@ def test_a_logger_that_fails_is_left_out_and_the_run_goes_on(
         logger.close()
     assert failing.calls == [(0, {})]
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning == "the logger 'mine' is left out from now on: OSError: down\\x1b[2J"
+    assert warning == "the logger 'mine' failed and is disabled: OSError: down\\x1b[2J"
 
 
 def test_a_logger_that_is_slow_keeps_no_step_waiting(caplog: pytest.LogCaptureFixture) -> None:
@@ -214,7 +214,7 @@ def test_wandb_ends_no_run(
     log = MetricsLog(tmp_path, 0, False, open_loggers(config(loggers=["wandb"]), tmp_path, 0))
     log.log({"step": 1, "a": 0.5})
     log.close()
-    assert "the logger 'wandb' is left out from now on: ConnectionError" in caplog.text
+    assert "the logger 'wandb' failed and is disabled: ConnectionError" in caplog.text
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": 0.5}\n'
 
 

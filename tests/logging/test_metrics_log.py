@@ -87,7 +87,7 @@ def test_damage_in_the_middle_is_reported_not_cut(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     text = '{"step": 1}\nnonsense\n{"step": 2}\n'
     path.write_text(text)
-    told = r"metrics\.jsonl line 2 is not a JSON object with a step: delete that line"
+    told = r"metrics\.jsonl line 2 is not a JSON object with a step: delete this line"
     with pytest.raises(UserError, match=told):
         quiet_log(tmp_path, resume_step=2)
     assert path.read_text() == text

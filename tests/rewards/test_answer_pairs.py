@@ -161,7 +161,7 @@ def test_without_the_package_rules_decide_with_one_warning(monkeypatch: pytest.M
     monkeypatch.setattr(symbolic, "find_spec", lambda name: None)
     symbolic._is_installed.cache_clear()
     try:
-        with pytest.warns(RuntimeWarning, match=r"pip install 'flowtrain\[math\]'") as caught:
+        with pytest.warns(RuntimeWarning, match=r"pip install -e '\.\[math\]'") as caught:
             assert rewards([pair]) == rewards([pair]) == [0.0]
         assert len(caught) == 1
     finally:

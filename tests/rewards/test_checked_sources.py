@@ -17,7 +17,7 @@ def test_a_source_whose_solutions_are_wrong_needs_a_judge() -> None:
     task = Task("t", "Sum?", ("The sum is\n#### 4",))
     source = TaskSource("sums.jsonl", "own", (task,), {"t": ""})
     tasks = replace(without_tasks(Config()), train=(task,), sources=(source,))
-    with pytest.raises(UserError, match=r"tasks\.path='sums\.jsonl': the solutions of 1 of 1"):
+    with pytest.raises(UserError, match=r"sums\.jsonl': .* rejects the solutions of 1 of 1"):
         check_tasks(tasks, None, has_judge=False)
     check_tasks(tasks, None, has_judge=True)
     check_tasks(replace(tasks, sources=()), None, has_judge=False)

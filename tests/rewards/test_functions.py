@@ -155,7 +155,7 @@ def test_a_failed_rollout_is_not_scored(load: Load) -> None:
         ("raise ValueError('boom\\nand more')", "exception", "ValueError: boom"),
         ("raise SystemExit(3)", "exception", "SystemExit: 3"),
         ("raise StopIteration", "exception", "StopIteration"),
-        ("raise asyncio.CancelledError", "exception", "cancelled from inside"),
+        ("raise asyncio.CancelledError", "exception", "the function cancelled itself"),
         ("raise ValueError('\\ud800')", "exception", "ValueError: ?"),
         ("return task.extra['none']", "exception", "KeyError: 'none'"),
         ("return '0.5'", "value", "it returned '0.5', not a number or a mapping of names to them"),
@@ -164,7 +164,7 @@ def test_a_failed_rollout_is_not_scored(load: Load) -> None:
         ("return {'a': 0.5, 'b': float('inf')}", "value", "its part 'b' is inf"),
         ("return {'a': '1'}", "value", "its part 'a' is '1', not a number"),
         ("return {1: 1}", "value", "its part 1 is 1, not a number"),
-        ("return {}", "value", "it returned no part"),
+        ("return {}", "value", "it returned an empty mapping"),
         ("return {'a' * 65: 1}", "value", "a part's name must be 1 to 64 printable characters"),
         ("return {'\\n': 1}", "value", "a part's name must be 1 to 64 printable characters"),
         ("return {str(n): 0.0 for n in range(33)}", "value", "33 parts, 32 are allowed"),
@@ -217,7 +217,7 @@ def test_sums_beyond_what_floats_hold_fail_the_rollout(load: Load) -> None:
 def test_two_parts_of_one_name_are_a_mistake(load: Load) -> None:
     given = load(PLAIN + "return {'exact': 0.5}", {"score": 1.0, "exact": 0.5})
     (failed,) = scored(given, rollout())
-    assert "another one gives 'exact', too" in failed.error
+    assert "another function returns 'exact' too" in failed.error
 
 
 HANGS = """
@@ -367,7 +367,7 @@ def test_functions_of_one_name_are_refused(tmp_path: Path) -> None:
     for name in ("a.py", "b.py"):
         (tmp_path / name).write_text(PLAIN + "return 1")
     names = {f"{tmp_path / name}:score": 1.0 for name in ("a.py", "b.py")}
-    with pytest.raises(UserError, match="another one is called 'score', too"):
+    with pytest.raises(UserError, match="two functions have the part name 'score'"):
         RewardFunctions.load(Reward(function=names))
 
 
@@ -393,7 +393,7 @@ def test_options_that_need_a_function_or_exclude_one() -> None:
                 "roles": {"judge": "j"},
                 "engines": {"j": {"model": "m"}},
             },
-            "roles.judge='j' does not go with reward.function=",
+            "roles.judge='j' cannot be combined with reward.function=",
         ),
     ):
         with pytest.raises(ValueError, match=text):
@@ -429,7 +429,7 @@ def test_a_policy_that_a_reward_does_not_name_gets_nothing_of_it(load: Load) -> 
 @pytest.mark.parametrize(
     ("returned", "told"),
     [
-        ("ByPolicy(judge=1.0)", "'score' has a reward of 'judge', no policy of this run"),
+        ("ByPolicy(judge=1.0)", "'score' has a reward for 'judge', which is no policy"),
         ("ByPolicy(solver=2.0)", "the reward of .* for solver is 2, not from 0 to 1"),
         ("ByPolicy(solver='x')", "not numbers"),
         ("ByPolicy(solver=float('nan'))", "nan"),

@@ -174,14 +174,14 @@ def test_ranks_share_the_rows(tmp_path: Path) -> None:
         ({"messages": [USER]}, "there is no message of the role 'assistant'"),
         ({"messages": [ANSWER]}, "the first message is a reply"),
         ({"messages": [USER, {**ANSWER, "role": "bot"}]}, "messages.1.role: "),
-        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "messages.1.weight is not read"),
-        ({"messages": [USER, {**ANSWER, "reasoning": "x"}]}, "messages.1.reasoning is not read"),
+        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "messages.1.weight is not supported"),
+        ({"messages": [USER, {**ANSWER, "reasoning": "x"}]}, "reasoning is not supported"),
         ({"messages": [USER, {**ANSWER, "content": [IMAGE]}]}, "messages.1.content"),
         ({"messages": [USER, {**RESULT, "tool_call_id": None}, ANSWER]}, "tool_call_id"),
         ({"messages": [USER, ANSWER], "tools": [{"type": "custom"}]}, "tools.0.type: "),
         (
             {"messages": [USER, {**ANSWER, "content": "a<|im_end|>b"}]},
-            "messages.1 holds '<|im_end|>', which would end it",
+            "messages.1 holds '<|im_end|>', which would end the message",
         ),
     ],
 )
@@ -208,7 +208,7 @@ def test_a_template_that_changes_replies_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="chat template"):
         replies_of(tmp_path, tokenizer_of(template, "<|im_end|>"), ROW)
     plain = tokenizer_of("", "<|im_end|>")
-    with pytest.raises(UserError, match=r"has no chat template, which rft\.conversations needs"):
+    with pytest.raises(UserError, match=r"has no chat template, which rft\.conversations requires"):
         replies_of(tmp_path, plain, ROW)
 
 

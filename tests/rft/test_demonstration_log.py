@@ -81,7 +81,7 @@ def test_rollouts_of_other_tasks_are_refused(tmp_path: Path) -> None:
     put(log, 1, rollout(1))
     log.check(TASKS)
     log.check(TASKS[:1])
-    with pytest.raises(UserError, match="'t-1' as demonstration 1, and it is 't-0' now"):
+    with pytest.raises(UserError, match="'t-1' as demonstration 1, but the task is 't-0' now"):
         log.check([TASKS[1], TASKS[0]])
 
 
@@ -123,5 +123,5 @@ def test_options_of_training_and_of_the_way_to_the_engine_may_change(tmp_path: P
 
 def test_the_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(UserError, match="is the folder of another run"):
+    with pytest.raises(UserError, match="is the folder of a run without a teacher"):
         open_log(config(tmp_path))

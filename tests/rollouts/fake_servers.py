@@ -181,23 +181,23 @@ PASSING: dict[str, tuple[Answer, str]] = {
     "408": (problem(408, "too slow"), "HTTP 408: too slow"),
     "half": (half, "RemoteProtocolError"),
     "half of chunks": (half_of_chunks, "RemoteProtocolError"),
-    "nothing": (reply(200), "an answer that is none"),
+    "nothing": (reply(200), "an invalid answer"),
     "garbage": (
         reply(200, b"\xc1\x00garbage"),
-        "an answer that is none .* is this the address of a dataflow",
+        "an invalid answer .* is this the address of a dataflow",
     ),
     "a page": (
         reply(200, b"<html>welcome</html>", "Content-Type: text/html"),
-        "an answer that is none",
+        "an invalid answer",
     ),
-    "another record": (reply(200, pack([1, 2])), "an answer that is none"),
+    "another record": (reply(200, pack([1, 2])), "an invalid answer"),
     "no HTTP": (
         lambda connection, _: connection.sendall(b"220 mail.example ESMTP\r\n"),
         "RemoteProtocolError",
     ),
     "a bomb": (
         reply(200, gzip.compress(bytes(1 << 20)), "Content-Encoding: gzip"),
-        "an answer that is none",
+        "an invalid answer",
     ),
 }
 """Peers that may get better, with what a client says in the end."""

@@ -270,7 +270,7 @@ def test_staleness_is_counted_in_tokens(place: Place) -> None:
 @pytest.mark.parametrize(
     ("register", "token", "words"),
     [
-        (planner(step=3), "secret", "a checkpoint of step 3 is of another run"),
+        (planner(step=3), "secret", "a checkpoint of step 3 belongs to another run"),
         (
             replace(planner(), layout="other"),
             "secret",
@@ -315,7 +315,8 @@ def test_waiting_ends_with_what_is_missing(place: Place) -> None:
     batch_source = place.registered(wait_s=0.6)
     place.fill(3)
     told = (
-        "step 1 lacks 1 of 4 groups; 0 under way; nodes joined: 1; dataflow.wait_s=0.6 s are over"
+        "step 1 lacks 1 of 4 groups; 0 under way; nodes joined: 1; "
+        "dataflow.wait_s=0.6 s have passed"
     )
     with pytest.raises(Outage, match=told):
         batch_source.next_batch(1)

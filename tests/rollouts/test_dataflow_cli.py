@@ -95,7 +95,7 @@ def test_nothing_has_happened_yet(tmp_path: Path, capsys: pytest.CaptureFixture[
     ledger = fake_groups.ledger(tmp_path / "new.sqlite")
     text = status_text(ledger.status())
     assert "no trainer has registered" in text and "no node has joined" in text
-    expected = (0, "nothing has happened yet\nit all adds up\n", "")
+    expected = (0, "the database holds no events yet\nall counts are consistent\n", "")
     assert run(capsys, "audit", "--database", str(tmp_path / "new.sqlite")) == expected
 
 
@@ -122,7 +122,7 @@ def test_a_terminal_takes_no_commands_from_nodes() -> None:
     }
     text = status_text({**status, "lost_leases": {"\x07": 1}, "nodes": {"n\x1b1": node}})
     assert all(letter.isprintable() for letter in text.replace("\n", "")) and r"n\x1b1" in text
-    assert "nodes: 3 at work, 5 are enough" in text
+    assert "nodes: 3 at work, 5 suffice" in text
 
 
 def test_the_audit_counts_again(used: Any) -> None:
@@ -144,7 +144,7 @@ def test_the_audit_finds_what_does_not_add_up(
 ) -> None:
     database = str(tmp_path / "flow.sqlite")
     code, out, _ = run(capsys, "audit", "--database", database)
-    assert code == 0 and "3 committed" in out and "it all adds up" in out
+    assert code == 0 and "3 committed" in out and "all counts are consistent" in out
     with used.database.write() as transaction:
         transaction.run("DELETE FROM groups WHERE work_item = 2")
     code, out, _ = run(capsys, "audit", "--database", database, "--json")
@@ -163,7 +163,7 @@ def test_the_audit_finds_what_does_not_add_up(
         (["audit", "--database", "mysql://x"], "must be a path or start with postgresql://"),
         (
             ["audit", "--database", "{tmp}/none", "--run.seed", "1"],
-            "'--run.seed' is nothing that this command knows",
+            "'--run.seed' is not an argument of this command",
         ),
         (
             ["serve", "--database", "{tmp}/new", "--run.sed", "1"],
@@ -171,7 +171,7 @@ def test_the_audit_finds_what_does_not_add_up(
         ),
         (
             ["serve", "--database", "{tmp}/new", "--port", "70000"],
-            "'70000' is no whole number from 0 to 65535",
+            "'70000' must be a whole number from 0 to 65535",
         ),
         (
             ["serve", "--database", "{tmp}/new", "--host", "203.0.113.1"],
@@ -179,7 +179,7 @@ def test_the_audit_finds_what_does_not_add_up(
         ),
         (["serve"], "--database"),
         (["status", "nowhere"], "url must be like http://"),
-        (["status", "http://127.0.0.1:1", "--every", "-1"], "no number of seconds above 0"),
+        (["status", "http://127.0.0.1:1", "--every", "-1"], "must be a number of seconds above 0"),
     ],
 )
 def test_mistakes_are_named(

@@ -172,7 +172,7 @@ def test_the_time_to_wait_for_a_batch_is_no_failure() -> None:
 
 def test_what_the_service_would_not_take_is_not_sent() -> None:
     with peer(honest) as (url, seen), Client(url, wait_s=20.0) as client:
-        told = r"push: a request of 671\d{5} bytes, the service takes 67108864"
+        told = r"push: a request of 671\d{5} bytes exceeds the service's limit of 67108864"
         with pytest.raises(Refused, match=told):
             client.push(Push("n1", 1, 1, bytes(64 << 20)))
         assert not seen
@@ -186,7 +186,7 @@ def test_the_log_tells_that_the_service_is_waited_for(caplog: pytest.LogCaptureF
     ):
         ask(client, "status")
         found = [record.getMessage() for record in caplog.records]
-        assert found == [f"{url}: HTTP 500: ''; status is asked again for up to 20 s"]
+        assert found == [f"{url}: HTTP 500: ''; status is retried for up to 20 s"]
 
 
 # ---- using it

@@ -196,7 +196,7 @@ def test_results_go_once_the_log_of_a_checkpoint_has_them(either: Ledger) -> Non
     flow.progress(Progress("planner", 1, 1, evaluated=0))
     assert state(flow).results, "nobody had seen that it is complete"
     flow.progress(Progress("planner", 1, 1, evaluated=1))
-    with pytest.raises(Refused, match="'texts' of planner after step 0: its results are gone"):
+    with pytest.raises(Refused, match="'texts' of planner after step 0: its results were deleted"):
         state(flow)
     assert state(flow, step=1).num_left == 1, "what is not complete stays"
     (each,) = lease(flow, 1, versions={"planner": 1})
@@ -249,10 +249,10 @@ def test_an_answer_that_is_none_is_refused(flow: Ledger) -> None:
     turns = group(each.task, num=1).trajectories[0].turns * 4
     long = replace(group(each.task, num=1).trajectories[0], turns=turns)
     for wrong, problem in (
-        (group(each.task, num=2), "the group has 2 rollouts, this run's have 1"),
+        (group(each.task, num=2), "the group has 2 rollouts, but groups of this run have 1"),
         (replace(group(each.task, num=1), trajectories=(long,)), "4 turns, max_turns=3"),
         (group(TASKS[5], num=1), "is of task 'eval-task-0', the group of another"),
-        (group(each.task, num=1, version=1), "version 1 of planner has not been made"),
+        (group(each.task, num=1, version=1), "version 1 of planner does not exist"),
     ):
         with pytest.raises(Refused, match=problem):
             flow.push(Push("n1", each.work_item, each.attempt, pack_group(wrong)))

@@ -157,7 +157,7 @@ def test_a_new_life_of_a_node_ends_the_leases_of_the_last(flow: Ledger) -> None:
     assert flow.status()["work_items"]["leased"] == 2, "the same life joins again: nothing ends"
     joined(flow, "n1", "b")
     assert places(flow, 2, "n2") == [(each.work_item, 2) for each in first]
-    with pytest.raises(Refused, match="another process has joined by its name"):
+    with pytest.raises(Refused, match="another process has joined under this name"):
         lease(flow, 1, "n1", "a")
     joined(flow, "n1", "a")  # late, from the life that has ended
     held = places(flow, 1, "n1", life="b")[0][0]
@@ -291,16 +291,16 @@ def test_a_group_that_is_not_the_unit_s_is_refused_and_the_unit_goes_on(flow: Le
     spans = [tuple(VersionSpan(*one) for one in some) for some in uncovered]
     for wrong, why in (
         (group(other), "the group of another"),
-        (group(task, num=3), "has 3 rollouts, this run's have 2"),
+        (group(task, num=3), "has 3 rollouts, but groups of this run have 2"),
         (group(task, rewards=(float("nan"), 1.0)), "reward is nan"),
         (_changed(task, 0, reward=None), "reward is None, it must be from 0 to 1"),
         (_changed(task, 0, policy_rewards={"planner": 1.5}), "must be from 0 to 1"),
         (_changed(task, 0, policy_rewards={"judge": 1.0}), "'judge', which is no policy"),
-        (group(task, version=1), "version 1 of planner has not been made"),
+        (group(task, version=1), "version 1 of planner does not exist"),
         *((_changed(task, call={"spans": some}), "spans must cover") for some in spans),
         (_changed(task, call={"logprobs": (-0.5,) * 3}), "needs as many log-probs"),
         (_changed(task, call={"logprobs": (float("-inf"),) * 4}), "log-prob -inf"),
-        (_changed(task, task=other), "rollouts of one group"),
+        (_changed(task, task=other), "the group has rollouts of both"),
         (_without_planner(task), "a turn has no call of a policy"),
     ):
         with pytest.raises(Refused, match=why):
@@ -364,7 +364,7 @@ def test_a_batch_is_put_together_once_for_all_ranks(flow: Ledger) -> None:
     found = [unpack_group(each.payload) for each in whole.groups]
     assert found == [group(each.task) for each in leases[:4]]
     for step in (0, 3):
-        with pytest.raises(Refused, match="a batch of steps 1 to 2 can be had"):
+        with pytest.raises(Refused, match="only batches of steps 1 to 2 are available"):
             flow.batch(BatchRequest("planner", step))
 
 
@@ -633,9 +633,9 @@ def test_a_trainer_is_not_heard_once_another_has_taken_its_place(flow: Ledger, l
         push(flow, each)
     assert len(flow.batch(BatchRequest("planner", 1, life=life)).groups) == 4
     flow.register(replace(planner(), life="t2"))
-    with pytest.raises(Refused, match="another process has registered it since, and trains it"):
+    with pytest.raises(Refused, match="another process has registered it since and now trains it"):
         flow.progress(Progress("planner", 1, 1, life=life))
-    with pytest.raises(Refused, match="another process has registered it since, and trains it"):
+    with pytest.raises(Refused, match="another process has registered it since and now trains it"):
         flow.batch(BatchRequest("planner", 1, life=life))
     assert flow.status()["policies"]["planner"]["checkpoint"] == 0
     assert len(flow.batch(BatchRequest("planner", 1, life="t2")).groups) == 4
@@ -674,7 +674,7 @@ def test_groups_that_a_checkpoint_has_released_meanwhile_are_refused(
             return real(transaction, *arguments[1:])
 
     monkeypatch.setattr(batches, "_read", late)
-    with pytest.raises(Refused, match="step 1 of planner: its groups are gone"):
+    with pytest.raises(Refused, match="step 1 of planner: its groups were deleted"):
         batch(flow, 1)
 
 
@@ -688,12 +688,12 @@ def test_a_trainer_resumes_only_what_this_run_has_trained(flow: Ledger) -> None:
     assert kept == [5, 6, 7, 8], "those of step 1 are not needed any more"
     trained(flow, 2, 2)
     assert rows(flow, "payloads", "work_item") == []
-    told = "the batches after step 0 are gone; planner had a checkpoint of step 2"
+    told = "the batches after step 0 were deleted; planner had a checkpoint of step 2"
     with pytest.raises(Refused, match=told):
         flow.register(planner(step=0))
-    with pytest.raises(Refused, match="checkpoint of step 3 is of another run"):
+    with pytest.raises(Refused, match="checkpoint of step 3 belongs to another run"):
         flow.register(planner(step=3))
-    with pytest.raises(Refused, match="give the model it began with"):
+    with pytest.raises(Refused, match="use the original model"):
         flow.register(replace(planner(step=2), layout="another"))
     assert flow.register(planner(step=2)).step == 2
 
@@ -704,7 +704,7 @@ def test_a_trainer_resumes_only_what_this_run_has_trained(flow: Ledger) -> None:
         *(
             (methodcaller("register", replace(planner(), **changes)), why)
             for changes, why in (
-                ({"policy": "critic"}, "this run's flow has planner"),
+                ({"policy": "critic"}, "this run has only planner"),
                 ({"num_groups": 0}, "num_groups"),
                 ({"num_groups": 2**40}, "num_groups"),
                 ({"max_staleness": -1}, "max_staleness"),
@@ -716,7 +716,7 @@ def test_a_trainer_resumes_only_what_this_run_has_trained(flow: Ledger) -> None:
             )
         ),
         *(
-            (partial(lease, versions={"planner": version}), "of 'planner' is none")
+            (partial(lease, versions={"planner": version}), "of 'planner' does not exist")
             for version in (-1, 2**41, 2**63 - 1)
         ),
         *(
@@ -724,7 +724,7 @@ def test_a_trainer_resumes_only_what_this_run_has_trained(flow: Ledger) -> None:
             for each in ((1, 0), (0, 1), (-1, -1))
         ),
         *(
-            (methodcaller("join", Join(name, "a")), "a name has 1 to 100 letters")
+            (methodcaller("join", Join(name, "a")), "must have 1 to 100 letters")
             for name in ("", "../n", "a b", "n" * 101, "n\n")
         ),
         *(
@@ -1140,7 +1140,7 @@ def test_the_status_tells_who_lives_is_silent_or_has_ended(
         *(f"node {node} joined" for node in ("lives", "dies", "ends")),
         "node ends ended: interrupted",
     ]
-    assert "node dies is silent for 60 s: 1 work items of it go to others" in told[4:]
+    assert "node dies has been silent for 60 s: its 1 work items go to other nodes" in told[4:]
     joined(flow, "ends", "b")
     joined(flow, "dies", "b")
     assert {node["state"] for node in flow.status()["nodes"].values()} == {"live"}

@@ -26,7 +26,7 @@ def statement(database: str, text: str) -> None:
 def test_another_schema_is_refused_by_name(database: str) -> None:
     ledger(database).close()
     statement(database, "UPDATE meta SET version = 7")
-    told = "is a ledger with schema 7, this flowtrain has 8: end its run with the flowtrain that "
+    told = "is a ledger with schema 7, this flowtrain has 8: finish its run with the "
     with pytest.raises(UserError, match=told) as refusal:
         ledger(database)
     with pytest.raises(UserError, match=told):
@@ -36,7 +36,7 @@ def test_another_schema_is_refused_by_name(database: str) -> None:
 
 def test_a_table_of_somebody_else_is_left_alone(database: str) -> None:
     statement(database, "CREATE TABLE meta (name TEXT)")
-    with pytest.raises(UserError, match="is no ledger: name another database"):
+    with pytest.raises(UserError, match="is not a ledger: choose another database"):
         ledger(database)
 
 
@@ -122,7 +122,7 @@ def test_a_server_that_is_read_only_is_named(postgres_database: str) -> None:
             "nowhere/l.db",
             "nowhere/l.db: unable to open database file; check that its folder exists",
         ),
-        ("text.db", "file is not a database; name another file"),
+        ("text.db", "file is not a database; choose another file"),
         ("mysql://host/flow", "must be a path or start with postgresql://"),
         ("http://host", "must be a path or start with postgresql://"),
     ],

@@ -156,7 +156,7 @@ def test_the_docs_show_the_example_as_it_is() -> None:
     check_shown("my_rule.py", "dataflow-rules.md")
 
 
-IMPORTED, MADE = "of package halves 1.2 cannot be imported:", "cannot be made:"
+IMPORTED, MADE = "of package halves 1.2 cannot be imported:", "cannot be constructed:"
 
 
 @pytest.mark.parametrize(

@@ -276,9 +276,9 @@ def test_the_file_holds_hashes_that_its_owner_alone_may_read(path: Path) -> None
     for mode in (0o644, 0o640, 0o604, 0o620):
         path.chmod(mode)
         for use in (read, TokenFile):
-            with pytest.raises(UserError, match=f"others may read .*chmod 600 {path}"):
+            with pytest.raises(UserError, match=f"other users can read .*chmod 600 {path}"):
                 use(path)
-        with pytest.raises(UserError, match="others may read"):
+        with pytest.raises(UserError, match="other users can read"):
             issue(path, "n2", Role.NODE)
 
 
@@ -344,7 +344,7 @@ def test_issue_list_revoke(path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert [line.split()[:2] for line in listed.splitlines()] == expected
     for words, why in (
         (("issue", "eu-1"), "'eu-1' has a token in"),
-        (("revoke", "eu-2"), "has no token of the name 'eu-2'"),
+        (("revoke", "eu-2"), "has no token named 'eu-2'"),
         (("issue", "a b"), "name 'a b'"),
         (("issue",), "take a NAME"),
         (("list", "x"), "take a NAME"),

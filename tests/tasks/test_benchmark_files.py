@@ -382,14 +382,14 @@ def test_a_file_of_one_s_own_keeps_its_ids_and_scorers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("mine=", "must be a name, NAME=FILE or NAME=FILE:SCORER"),
-        ("=x.json", "must be a name, NAME=FILE or NAME=FILE:SCORER"),
-        ("a b=x.json", "must be a name, NAME=FILE or NAME=FILE:SCORER"),
-        ("../a=x.json", "must be a name, NAME=FILE or NAME=FILE:SCORER"),
+        ("mine=", "must be NAME, NAME=FILE or NAME=FILE:SCORER"),
+        ("=x.json", "must be NAME, NAME=FILE or NAME=FILE:SCORER"),
+        ("a b=x.json", "must be NAME, NAME=FILE or NAME=FILE:SCORER"),
+        ("../a=x.json", "must be NAME, NAME=FILE or NAME=FILE:SCORER"),
         ("nq=x.json:math", "nq is scored by 'qa'"),
         ("mine=nowhere.json", "there is no such file"),
-        ("mine=nowhere.json:maths", "after a ':' there may be a scorer, of exact, qa, f1, math"),
-        ("mmlu", "a file of your own is named by NAME=FILE"),
+        ("mine=nowhere.json:maths", "after a ':' a scorer may follow, one of exact, qa, f1, math"),
+        ("mmlu", "use NAME=FILE for a custom file"),
     ],
 )
 def test_a_benchmark_that_cannot_be_read_is_refused(text: str, said: str) -> None:

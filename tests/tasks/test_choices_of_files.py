@@ -47,6 +47,6 @@ def test_an_answer_that_is_no_number_is_refused(answer: str, tmp_path: Path) -> 
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"question": "q", "answer": {answer}}}')
     with pytest.raises(
-        UserError, match=r"rows\.jsonl, line 1: the answer in 'answer' is no number"
+        UserError, match=r"rows\.jsonl, line 1: the answer in 'answer' is not a number"
     ):
         load_tasks(str(path))

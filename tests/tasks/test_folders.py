@@ -98,7 +98,7 @@ def test_what_is_no_one_data_set_is_refused(tmp_path: Path) -> None:
     for name in ("main/train-00000-of-00001.parquet", "socratic/train-00000-of-00001.parquet"):
         write(tmp_path / "configs" / name, rows("a"))
     for name, message in (
-        ("none", "holds no data set: "),
+        ("none", "holds no dataset: "),
         ("configs", "split 'train' lies in several folders, main, socratic; name one of them"),
     ):
         with pytest.raises(UserError, match=re.escape(message)) as refused:
@@ -126,7 +126,7 @@ def test_a_run_takes_the_split_that_the_config_names(tmp_path: Path) -> None:
 
 def test_a_file_has_no_splits(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", rows("a"))
-    with pytest.raises(UserError, match=r"tasks\.split='test' goes with a folder .*train\.jsonl"):
+    with pytest.raises(UserError, match=r"tasks\.split='test' requires a folder .*train\.jsonl"):
         load_tasks(tmp_path / "train.jsonl", split="test")
 
 
@@ -182,9 +182,9 @@ def test_without_datasets_the_error_says_what_to_do(
     with pytest.raises(UserError) as refused:
         load_tasks("openai/gsm8k")
     text = str(refused.value)
-    assert "pip install 'flowtrain[hub]'" in text and "\n" not in text
+    assert "pip install -e '.[hub]'" in text and "\n" not in text
     assert "hf download openai/gsm8k --repo-type dataset --local-dir FOLDER" in text
-    with pytest.raises(UserError, match=r"a folder needs pip install 'flowtrain\[hub\]'"):
+    with pytest.raises(UserError, match=r"a folder needs pip install -e '\.\[hub\]'"):
         load_tasks(tmp_path)
 
 

@@ -135,7 +135,7 @@ def test_a_question_with_a_picture_is_refused(
     tmp_path: Path, name: str, row: dict, found: str
 ) -> None:
     path = write(tmp_path, name, [row])
-    told = rf"1: asks about more than text \('{found}'\), which no model here is trained on$"
+    told = rf"1: has content other than text \('{found}'\), which training does not support$"
     with pytest.raises(UserError, match=told):
         load_tasks(path)
     nothing = {key: [] if key == found else value for key, value in row.items()}
@@ -231,7 +231,7 @@ def test_files_that_are_no_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(UserError, match=r"empty\.parquet: holds no tasks"):
         load_tasks(write(tmp_path, "empty.parquet", []))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"needs pip install 'flowtrain\[parquet\]'"):
+    with pytest.raises(UserError, match=r"needs pip install -e '\.\[parquet\]'"):
         load_tasks(tmp_path / "text.parquet")
 
 

@@ -63,7 +63,7 @@ def test_rows_that_differ_in_their_columns_are_other_questions(tmp_path: Path) -
 
 def test_a_file_of_one_question_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", ["What is it?"] * 10)
-    with pytest.raises(UserError, match="the rows repeat each other, and all of them are held out"):
+    with pytest.raises(UserError, match="all rows are duplicates of each other"):
         loaded(tasks={"name": "file", "path": path})
 
 

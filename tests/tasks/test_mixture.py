@@ -55,7 +55,7 @@ def test_shares_are_within_one_of_the_weights(weights: dict[str, float], n: int)
 
 
 def test_a_weight_too_small_for_a_batch_is_refused() -> None:
-    told = r"tasks\.mixture gives 'b' none of the 8 questions of a step; raise its weight 0\.01"
+    told = r"tasks\.mixture assigns 'b' none of the 8 questions of a step; raise its weight 0\.01"
     with pytest.raises(UserError, match=told):
         shares({"a": 1.0, "b": 0.01}, 8)
 
@@ -161,7 +161,9 @@ def test_training_leaves_out_what_benchmarks_ask(tmp_path: Path) -> None:
     left = {task.question for task in task_set(Config.model_validate(config)).train}
     assert left and left <= {f"one question number {i}?" for i in range(12, 20)}
     config["tasks"]["path"] = write(tmp_path, "one", 10)
-    with pytest.raises(UserError, match=r"tasks\.benchmarks=.* have nearly all training questions"):
+    with pytest.raises(
+        UserError, match=r"tasks\.benchmarks=.* contain nearly all training questions"
+    ):
         task_set(Config.model_validate(config))
 
 

@@ -364,8 +364,8 @@ def test_whole_solutions_as_accepted_answers_are_refused(tmp_path: Path) -> None
     path = write(tmp_path, "gsm8k.jsonl", GSM8K)
     text = refusal(load_source(path, "own"))
     assert text.startswith(
-        f"tasks.path={str(path)!r}: the solutions of 3 of 3 rows are wrong by their own scorer "
-        "'exact': '72' is not the accepted 'Natalia sold 48/2 = <<48/2=24>>24 clips...' of gsm8k-1"
+        f"tasks.path={str(path)!r}: the scorer 'exact' rejects the solutions of 3 of 3 rows: "
+        "'72' is not the accepted 'Natalia sold 48/2 = <<48/2=24>>24 clips...' of gsm8k-1"
     )
     assert all(key in text for key in ("tasks.answer_key", "tasks.scorer", "tasks.preset"))
     check_source(load_source(path, scorer="exact"))
@@ -390,7 +390,7 @@ def test_half_of_the_rows_may_be_wrong(tmp_path: Path, num_wrong: int, is_refuse
     rows = [{**MATH500[0], "answer": "7"}] * num_wrong + MATH500 * (4 - num_wrong)
     source = load_source(write(tmp_path, "set.json", rows))
     if is_refused:
-        assert "the solutions of 3 of 4 rows are wrong" in refusal(source)
+        assert "rejects the solutions of 3 of 4 rows" in refusal(source)
     else:
         check_source(source)
 

@@ -134,7 +134,7 @@ def test_malformed_lines_are_refused(tmp_path: Path, line: str, message: str) ->
         (
             "set.json",
             '{"question": "q"}\n{"question": "r"}\n',
-            "JSON lines: let its name end in .jsonl",
+            "JSON lines: rename it to end in .jsonl",
         ),
         ("set.json", '{"question": "q"}', "must hold a list of objects, not an object"),
         (
@@ -168,7 +168,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=told):
         load_tasks(tmp_path / "absent.json")
     (tmp_path / "folder.json").mkdir()
-    with pytest.raises(UserError, match=r"folder\.json': holds no data set"):
+    with pytest.raises(UserError, match=r"folder\.json': holds no dataset"):
         load_tasks(tmp_path / "folder.json")
     (tmp_path / "bytes.jsonl").write_bytes(b'{"question": "\xff"}')
     with pytest.raises(UserError, match=r"bytes\.jsonl, line 1: is not UTF-8 text"):

@@ -23,7 +23,7 @@ def options() -> dict[str, Any]:
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("verifiers", "verifiers.v1"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=r"pip install 'flowtrain\[verifiers\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[verifiers\]'"):
         task_set(Config.model_validate(options()))
 
 

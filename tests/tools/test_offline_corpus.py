@@ -187,7 +187,7 @@ def test_who_has_waited_for_the_lock_finds_the_index_there(
 def test_a_foreign_folder_is_not_replaced(corpus: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
-    told = r"corpus\.index='.*mine' exists and is no index of ours; name another folder"
+    told = r"corpus\.index='.*mine' exists and is not a flowtrain index; choose another folder"
     refused(told, corpus(), index=str(tmp_path / "mine"))
     assert (tmp_path / "mine" / "thesis.txt").exists()
 

@@ -146,14 +146,14 @@ def test_without_bubblewrap_auto_refuses_and_names_the_ways(
         chosen(python_packages=["numpy"])
     assert str(refused.value) == (
         "agent.sandbox='auto': bubblewrap (the program bwrap) is not installed. Install it "
-        "(apt-get install bubblewrap) and allow namespaces; or, where nothing of value can be "
-        "read, set agent.sandbox = 'limits', which keeps code from no file (docs/tools.md)"
+        "(apt-get install bubblewrap) and allow namespaces; or, if the machine holds nothing "
+        "confidential, set agent.sandbox = 'limits', which protects no files (docs/tools.md)"
     )
     with pytest.raises(UserError, match=r"^agent\.sandbox='bubblewrap': bubblewrap \(the program"):
         chosen(sandbox="bubblewrap")
     assert chosen().name == "seccomp", "pure computation needs none"
     can = "READ ALL FILES THAT ANY USER MAY READ" if IS_ROOT else "READ AND WRITE YOUR FILES"
-    warned = rf"^sandbox 'limits': code that a model wrote can {can}; install bubblewrap"
+    warned = rf"^sandbox 'limits': model-written code can {can}; install bubblewrap"
     with pytest.warns(RuntimeWarning, match=warned):
         assert chosen(sandbox="limits", python_packages=["numpy"]).name == "limits"
 
@@ -219,7 +219,8 @@ def test_a_bubblewrap_that_does_not_work_says_why(
 
 @pytest.mark.parametrize("name", ["nump", "os.path", "a b", "builtins", "-c"])
 def test_a_package_that_is_not_there_is_named(name: str) -> None:
-    told = rf"^agent\.python_packages: no package '{re.escape(name)}' is installed"
+    told = r"^agent\.python_packages: no installed package can be imported as '"
+    told += re.escape(name)
     with pytest.raises(UserError, match=told):
         chosen(python_packages=[name])
 

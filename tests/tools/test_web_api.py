@@ -108,7 +108,7 @@ def test_it_asks_no_more_than_there_is_time_for() -> None:
     message, num_asked = problem(status(503, "busy"), deadline_s=1.5)
     # The time may end between attempts, or within one.
     within = "127.0.0.1: no answer within 1.5 s: HTTP 503: 'busy'"
-    between = "127.0.0.1: HTTP 503: 'busy'; no time is left for another attempt"
+    between = "127.0.0.1: HTTP 503: 'busy'; the deadline leaves no time for another attempt"
     assert message.startswith((within, between))
     assert num_asked > 1
 
@@ -149,7 +149,7 @@ def test_a_key_is_in_its_variable_or_named(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv("SOME_KEY", value)
         with pytest.raises(
             UserError,
-            match=r"a\.b='SOME_KEY': this environment variable holds nothing that It could use; "
+            match=r"a\.b='SOME_KEY': this environment variable holds no valid key for It; "
             r"export SOME_KEY=",
         ):
             key_from_env("SOME_KEY", "a.b", "It")

@@ -277,6 +277,6 @@ def test_reader_refuses_localhost_unless_allowed(monkeypatch: pytest.MonkeyPatch
 def test_an_embedder_must_be_an_engine() -> None:
     reader = {"agent": {"tools": ["Web_Reader"]}, "web_reader": {"embedder": "vectors"}}
     config = Config.model_validate({**reader, "engines": {"judge": {"model": "x"}}})
-    told = r"web_reader\.embedder='vectors' is no table of \[engines\]; there are: judge"
+    told = r"web_reader\.embedder='vectors' is not in \[engines\], which defines: judge"
     with pytest.raises(UserError, match=told):
         make_tools(config)

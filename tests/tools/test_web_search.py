@@ -171,7 +171,7 @@ def test_searxng_says_when_all_its_engines_are_silent() -> None:
     ("answer", "reason"),
     [
         (status(401, '{"message": "Unauthorized."}'), "refused with HTTP 401"),
-        (status(429, "quota", Retry_After="99"), "HTTP 429: 'quota'; no time is left"),
+        (status(429, "quota", Retry_After="99"), "HTTP 429: 'quota'; the deadline leaves no time"),
         (json_answer(None), "answered without a list"),
         (json_answer({"items": "x", "organic": {}, "results": 3}), "answered without a list"),
         (

@@ -181,7 +181,7 @@ def test_any_reply_is_a_choice_of_places(reply: str, num_pages: int) -> None:
         (json_answer([]), "the wiki answered in another form"),
         (json_answer({"query": {"pages": {"12": {}}}}), "the wiki answered in another form"),
         (json_answer({"query": {"pages": [3, {"title": 4}]}}), "no page was found"),
-        (status(429, "too many", Retry_After="60"), "HTTP 429: 'too many'; no time is left"),
+        (status(429, "too many", Retry_After="60"), "HTTP 429: 'too many'; the deadline leaves"),
         (status(403, "User-Agent"), "refused with HTTP 403: 'User-Agent'"),
         (html("<html>"), "not JSON"),
     ],

@@ -430,7 +430,7 @@ def test_a_checkpoint_cut_at_any_byte_is_passed_over_for_the_one_before(
         assert checkpoint.latest(setup.root) == before, path.name
         path.write_bytes(data)
     assert cuts >= 20 and checkpoint.latest(setup.root) == newest
-    assert said(caplog) and all(f"{newest} is passed over" in text for text in said(caplog))
+    assert said(caplog) and all(f"skipping checkpoint {newest}" in text for text in said(caplog))
 
 
 @pytest.mark.parametrize(
@@ -485,6 +485,6 @@ def test_one_that_was_about_to_replace_another_is_put_in_its_place(setup: Setup)
 def test_where_none_is_whole_the_run_does_not_begin_again(setup: Setup) -> None:
     assert checkpoint.settle(setup.root) is None
     (setup.save(1) / "state" / "state.json").unlink()
-    with pytest.raises(UserError, match=r"no checkpoint in .*checkpoints is whole; bring one back"):
+    with pytest.raises(UserError, match=r"no checkpoint in .*checkpoints is complete; restore one"):
         checkpoint.settle(setup.root)
     assert setup.names() == ["step_00000001"]

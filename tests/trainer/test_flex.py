@@ -235,7 +235,7 @@ def test_a_kind_for_gpus_is_refused_on_a_cpu() -> None:
             name_of(kind, cpu)
     ends = torch.arange(1, BLOCK + 1)
     inputs = torch.zeros(3, 1, 2, BLOCK, 16)
-    with pytest.raises(UserError, match="knows no windows and no sinks: take 'flex'"):
+    with pytest.raises(UserError, match="supports neither windows nor sinks: use 'flex'"):
         FlexTree.of(ends, flash=True).attend(*inputs, window=5)
     with pytest.raises(AssertionError, match="N x N"):
         structure_of("eager", torch.arange(1, BLOCK + 1))

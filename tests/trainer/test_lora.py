@@ -186,7 +186,7 @@ def test_a_checkpoint_of_another_kind_is_refused(
 def test_targets(tiny_path: str) -> None:
     model = adapted(tiny_path, Lora(rank=2, targets=("q_proj", "down_proj")))
     assert {name.split(".")[-3] for name in lora.adapter_weights(model)} == {"q_proj", "down_proj"}
-    with pytest.raises(UserError, match=r"'lm_head' is no linear layer.*down_proj, gate_proj"):
+    with pytest.raises(UserError, match=r"'lm_head' is not a linear layer.*down_proj, gate_proj"):
         adapted(tiny_path, Lora(rank=2, targets=("q_proj", "lm_head")))
 
 

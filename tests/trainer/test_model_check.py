@@ -32,23 +32,23 @@ ROOT = Path(__file__).resolve().parents[2]
 HARMLESS = ("GenerationConfig", "PeftConfig", "PeftModel")
 KNOWN = [name for name in TRAINED if name in CONFIG_MAPPING]
 FOUND = {
-    "bert": "no list called `layers`",
-    "bloom": "attention of its own",
+    "bert": "no module list `layers`",
+    "bloom": "its own attention",
     "dbrx": "AttributeError: 'DbrxAttentionConfig' object has no attribute 'rope_theta'",
-    "falcon": "attention of its own",
+    "falcon": "its own attention",
     "gemma2": "attn_logit_softcapping=50.0",
     "gemma3": "vision_config",
     "gemma4_text": "no attribute 'shared_kv_states'",
-    "gpt2": "no list called `layers`",
-    "granitemoe": "num_local_experts=8): GraniteMoeTopKRouter weighs",
+    "gpt2": "no module list `layers`",
+    "granitemoe": "num_local_experts=8): GraniteMoeTopKRouter uses",
     "jamba": "recurrent state",
     "mamba2": "recurrent state",
     "moshi": "its attention",  # gets no windows; or, in transformers 5.19, no structure of a row
-    "nemotron": "does not hand the structure of a row on",
+    "nemotron": "does not pass the structure of a row",
     "phi3": "rope_type='longrope'",
     "qwen2_5_vl": "vision_config",
     "qwen3_next": "recurrent state",
-    "stablelm": "attention of its own",
+    "stablelm": "its own attention",
     "t5": "an encoder with a decoder",
 }
 
@@ -114,7 +114,7 @@ def test_layers_have_the_windows_of_the_config() -> None:
 def test_a_family_that_hands_on_other_windows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "windows_of", lambda _: [None, 7])
     told = refusal(Qwen2Config(**SHAPE))
-    assert "gets the windows [None, None], where its config has [None, 7]" in told
+    assert "receives the windows [None, None], but its config has [None, 7]" in told
 
 
 @pytest.mark.parametrize("asked", [{"softcap": 50.0}, {"position_bias": torch.zeros(2)}])
@@ -142,7 +142,9 @@ def test_a_refusal_names_the_key_and_the_path_before_anything_else_is_read(
     experts: str, key: str
 ) -> None:
     """The folder has neither weights nor a tokenizer, whose lack would be another message."""
-    expected = f"^{key}='{experts}' is a mixture of experts .*experts=4.: .*; such models cannot"
+    expected = (
+        f"^{key}='{experts}' is a mixture of experts .*experts=4.: .*; training does not support"
+    )
     for load in (
         lambda: models.load_model(experts, torch.float32, key=key),
         lambda: ModelSpec.load(key, experts),
@@ -193,7 +195,7 @@ def yes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_that_needs_code_of_its_own_is_refused(tiny_path: str, tmp_path: Path) -> None:
     of_code = {"model_type": "unheard_of", "auto_map": {"AutoConfig": "code.X"}}
     path = with_code(tiny_path, tmp_path / "model", "config.json", **of_code)
-    refused = f"^k='{path}' .*code of its own .auto_map., and code of a model never runs$"
+    refused = f"^k='{path}' .*custom code .auto_map., which flowtrain never runs$"
     for load in (
         lambda: load_config(path, "k", trained=False),
         lambda: ModelSpec.load("k", path),

@@ -102,22 +102,22 @@ def tokens(**changed: Any) -> Callable[[Path], None]:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "bin": (renamed("pytorch_model.bin"), r"pytorch_model\.bin, .* convert them, as by Auto"),
-    "pth": (renamed("consolidated.00.pth"), "in consolidated.00.pth, and model.safetensors alone"),
+    "bin": (renamed("pytorch_model.bin"), r"pytorch_model\.bin, .* convert them, .* with Auto"),
+    "pth": (renamed("consolidated.00.pth"), "in consolidated.00.pth, but only model.safetensors"),
     "gguf": (renamed("model-q4.gguf"), r"in model-q4\.gguf"),
     "another name": (renamed("model.fp16.safetensors"), r"in model\.fp16\.safetensors"),
-    "none": (lambda path: (path / "model.safetensors").unlink(), "is no causal language model"),
+    "none": (lambda path: (path / "model.safetensors").unlink(), "is not a causal language model"),
     "cut": (cut, "model.safetensors is damaged: "),
     "a pointer": (text("model.safetensors", b"version https://git-lfs"), "is damaged: "),
     "a shard": (without_a_shard, "lacks model-00002-of-00002.safetensors, which model.safe"),
     "shape": (weights(lambda w: w.update({UP: w[UP][1:]})), rf"holds {UP} of shape \(\d+, 32\)"),
     "vocabulary": (values("config.json", vocab_size=300), rf"{EMBEDDING} of shape .*\(300, 32\)"),
     "int8": (weights(lambda w: w.update({UP: w[UP].char()})), f"holds {UP} as I8, not one of"),
-    "nan": (weights(lambda w: w[UP].view(-1)[7].fill_(torch.nan)), f"{UP} that are not finite"),
-    "inf": (weights(lambda w: w[UP].view(-1)[7].fill_(torch.inf)), f"{UP} that are not finite"),
+    "nan": (weights(lambda w: w[UP].view(-1)[7].fill_(torch.nan)), f"non-finite numbers in {UP}"),
+    "inf": (weights(lambda w: w[UP].view(-1)[7].fill_(torch.inf)), f"non-finite numbers in {UP}"),
     "missing": (weights(lambda w: w.pop(UP)), f"lacks 1 of its tensors, such as {UP}"),
     "no head": (values("config.json", tie_word_embeddings=False), f"such as {HEAD}"),
-    "a bias": (weights(lambda w: w.update({UP[:-6] + "bias": torch.ones(9)})), "config leaves out"),
+    "a bias": (weights(lambda w: w.update({UP[:-6] + "bias": torch.ones(9)})), "does not include"),
     "field": (values("config.json", hidden_size=None), "'hidden_size' expected int, got None"),
     "dtype": (values("config.json", dtype="float3"), "has no attribute 'float3'"),
     "generation": (
@@ -282,7 +282,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut": (text("adapter_model.safetensors", b"cut"), "is no adapter that peft can merge"),
     "bin": (
         lambda path: (path / "adapter_model.safetensors").rename(path / "adapter_model.bin"),
-        "lacks adapter_model.safetensors, which alone is read",
+        "lacks adapter_model.safetensors, the only supported",
     ),
     "a part": (adapter_weights(lambda w: w.pop(A)), f"1 tensors differ, such as {A}"),
     "more": (
@@ -292,7 +292,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "shape": (adapter_weights(lambda w: w.update({A: w[A][:, 1:].clone()})), "size mismatch for"),
     "not a number": (
         adapter_weights(lambda w: w[A].fill_(torch.nan)),
-        "q_proj.weight that are not finite",
+        "holds non-finite numbers in .*q_proj",
     ),
     "config": (text("adapter_config.json", b"{"), "adapter_config.json cannot be read"),
     "no base": (

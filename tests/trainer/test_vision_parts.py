@@ -44,7 +44,7 @@ def test_the_text_decoder_alone_is_loaded_and_saved(
     path, whole = saved
     with caplog.at_level(logging.WARNING):
         model = models.load_model(str(path), torch.float32)
-    assert "the text decoder alone is loaded and saved" in caplog.text
+    assert "only the text decoder is loaded and saved" in caplog.text
     assert model.config.architectures == ["Qwen3_5ForCausalLM"], "by which vLLM finds it"
     text = {
         name.replace("model.language_model.", "model."): tensor

@@ -27,10 +27,10 @@ pytestmark = pytest.mark.dist
 CLOCK_S = 1.0
 SIZE = 3
 WRONG = [
-    ({"WORLD_SIZE": ""}, "WORLD_SIZE='' in the environment is no number"),
-    ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' in the environment is no number"),
-    ({"RANK": "x"}, "RANK='x' in the environment is no number"),
-    ({"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE='' in the environment is no number"),
+    ({"WORLD_SIZE": ""}, "WORLD_SIZE='' in the environment is not a number"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' in the environment is not a number"),
+    ({"RANK": "x"}, "RANK='x' in the environment is not a number"),
+    ({"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE='' in the environment is not a number"),
     ({"RANK": "1"}, "RANK=1 must be below WORLD_SIZE=1"),
     ({"RANK": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE=2 needs MASTER_ADDR"),
     ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "WORLD_SIZE=2 needs MASTER_PORT"),

@@ -67,7 +67,7 @@ def test_damage_and_what_is_missing_are_said(
     key = f"v00000000/{file.name}"
     data = (store.root / key).read_bytes()
     put(key, bytes([data[0] ^ 1]) + data[1:])
-    with pytest.raises(StoreError, match="came damaged twice: does not have the checksum"):
+    with pytest.raises(StoreError, match="arrived damaged twice: does not have the checksum"):
         reader.fetch(0, file)
     put(key, data)
     part = tmp_path / "cache" / "v00000000" / f"{file.name}.part"
@@ -78,10 +78,10 @@ def test_damage_and_what_is_missing_are_said(
         reader.head()
     elsewhere = open_source(f"{bucket}-of-nobody", tmp_path / "cache")
     assert elsewhere.head() is None
-    with pytest.raises(StoreError, match="is not there"):
+    with pytest.raises(StoreError, match="does not exist"):
         open_source(bucket, tmp_path / "other").fetch(7, file)
 
 
 def test_an_address_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no bucket"):
+    with pytest.raises(UserError, match="is not a bucket URL"):
         open_source("s3://", tmp_path)

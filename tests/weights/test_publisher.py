@@ -165,9 +165,9 @@ def test_a_tensor_of_an_odd_number_of_bytes_is_named(store: WeightStore) -> None
         ({}, 0, "no tensors to publish"),
         ({"__metadata__": torch.ones(2)}, 0, "no tensor can be called '__metadata__'"),
         ({"a": torch.ones(2, dtype=torch.complex128)}, 0, "'a': no file can hold complex128"),
-        ({"a": torch.ones(2)}, -1, "version -1 is no whole number from 0"),
-        ({"a": torch.ones(2)}, True, "version True is no whole number from 0"),
-        ({"a": torch.ones(2)}, 10**18, "is no whole number from 0 to 999999999999999999"),
+        ({"a": torch.ones(2)}, -1, "version -1 is not a whole number from 0"),
+        ({"a": torch.ones(2)}, True, "version True is not a whole number from 0"),
+        ({"a": torch.ones(2)}, 10**18, "is not a whole number from 0 to 999999999999999999"),
         ({"a" * 1000: torch.ones(2)}, 0, "bytes, and may have 1000: shorten the names"),
     ],
 )

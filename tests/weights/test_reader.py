@@ -236,7 +236,7 @@ def damages() -> Iterator[tuple[str, str]]:
     yield "missing", "is missing, though the manifest names it"
     yield "truncated", r"bytes, its manifest says"
     yield "bit flip", "does not have the checksum of its manifest"
-    yield "sealed garbage", "is no safetensors file"
+    yield "sealed garbage", "is not a safetensors file"
     yield "of another version", "leads from version"
     yield "not a delta", "is not a delta of this store"
     yield "of another model", "belongs to a model of another layout"

@@ -216,10 +216,10 @@ def test_a_damaged_file_is_fetched_once_more(
     with caplog.at_level(logging.WARNING):
         path = hs.remote(server.url, tmp_path).fetch(0, file)
     assert path.read_bytes() == data
-    assert "came damaged" in caplog.text and len(server.seen) == 2
+    assert "arrived damaged" in caplog.text and len(server.seen) == 2
     server.answers[file.name] = [answer, answer]
     where = f"{server.url}/v00000000/{file.name}"
-    with refused(f"{where} came damaged twice: .*publish a full snapshot"):
+    with refused(f"{where} arrived damaged twice: .*publish a full snapshot"):
         hs.remote(server.url, tmp_path / "other").fetch(0, file)
     assert list((tmp_path / "other" / "v00000000").iterdir()) == [], "nothing of it is left"
 
@@ -261,7 +261,7 @@ def test_a_full_disk_is_not_retried(server: Misbehaving, file: File, tmp_path: P
 
 def test_a_token_is_asked_for(filled: WeightStore, file: File, tmp_path: Path) -> None:
     with hs.serving(filled) as url:
-        with refused(rf"{url}/HEAD: the server wants a token \(401\); set FLOWTRAIN_TOKEN"):
+        with refused(rf"{url}/HEAD: the server requires a token \(401\); set FLOWTRAIN_TOKEN"):
             hs.remote(url, tmp_path).head()
         with refused(r"the server refuses the token \(401\)") as caught:
             hs.remote(url, tmp_path, token="guessed").fetch(0, file)
@@ -343,7 +343,7 @@ def test_a_manifest_of_another_version_or_of_nothing(
     other = (filled.folder(2) / "manifest.json").read_bytes()
     for text, told in (
         (other, "describes version 2"),
-        (b"{}", "no manifest"),
+        (b"{}", "not the manifest"),
         *((text, "damaged") for text in (b"[" * 100_000, other[:-20], b"\xff" * 20)),
     ):
         server.answers["manifest.json"] = [lambda handler, text=text: handler.reply(200, text)]
@@ -362,7 +362,7 @@ def test_a_reader_falls_back_to_the_full_snapshot(
     server.answers[delta.name] = [hs.flipped, hs.flipped]
     loaded = reader.load(3)
     assert loaded.mode == "snapshot"
-    assert "came damaged twice" in loaded.reason
+    assert "arrived damaged twice" in loaded.reason
     assert same(tensors, weights_at(3))
 
 
@@ -392,7 +392,7 @@ def test_a_slow_answer_is_cut(
     fast = SimpleNamespace(monotonic=lambda: 100 * time.monotonic(), sleep=time.sleep)
     monkeypatch.setattr(http, "time", fast)
     server.answers[file.name] = [drip, drip]
-    with refused(r"slower than 16 KiB per second.*, 2 times"):
+    with refused(r"at less than 16 KiB per second.*, 2 times"):
         hs.remote(server.url, tmp_path, retries=1, timeout_s=30).fetch(0, file)
 
 

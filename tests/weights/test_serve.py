@@ -268,7 +268,7 @@ def test_the_extra_is_named_when_it_is_missing(
     filled: WeightStore, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(UserError, match=rf"{missing}: pip install 'flowtrain\[serve\]'"):
+    with pytest.raises(UserError, match=rf"{missing}: pip install -e '\.\[serve\]'"):
         make_server(make_app(filled, TOKEN))
 
 

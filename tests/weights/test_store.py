@@ -79,7 +79,7 @@ def test_a_file_without_an_end_is_refused(store: WeightStore, name: str) -> None
     path = store.root / name
     path.unlink()
     path.symlink_to("/dev/zero")
-    with pytest.raises(StoreError, match=rf"{name} is no plain file"):
+    with pytest.raises(StoreError, match=rf"{name} is not a regular file"):
         pull(store, 1)
     path.unlink()
     with path.open("wb") as file:

@@ -31,7 +31,7 @@ def test_a_store_without_versions_or_with_a_wrong_head(
         assert code == 1 and "holds no version" in err
     (copied.root / "HEAD").write_text("9\n")
     code, _, err = run("verify", copied.root, "--all")
-    assert code == 1 and "HEAD of" in err and "is 9, which is not there" in err
+    assert code == 1 and "HEAD of" in err and "is 9, which does not exist" in err
     (copied.root / "HEAD").write_bytes(b"\xff\xff")
     code, _, err = run("verify", copied.root)
     assert code == 1 and "not a version" in err
@@ -127,7 +127,7 @@ def test_a_damaged_url(run: Run, copied: WeightStore, monkeypatch: pytest.Monkey
     with hs.misbehaving(copied.root) as server:
         code, out, _ = run("verify", server.url, "--all")
         assert code == 1
-        assert f"damaged: {server.url}/v00000000/anchor-r0.safetensors came damaged twice" in out
+        assert f"damaged: {server.url}/v00000000/anchor-r0.safetensors arrived damaged twice" in out
         shutil.rmtree(copied.folder(0))
         assert " in 5 versions, " in run("verify", server.url, "--all")[1]
         (copied.root / "HEAD").unlink()
@@ -155,7 +155,7 @@ def test_a_folder_is_served_from_its_first_version_on_to_the_owners_of_tokens(
     ) as process:
         try:
             url = process.stdout.readline().split()[-1]
-            assert process.stderr.readline().startswith(f"{root} is not there yet; ")
+            assert process.stderr.readline().startswith(f"{root} does not exist yet; ")
             assert open_source(url, tmp_path / "cache", token).head() is None
             shutil.copytree(filled.root, root)
             assert open_source(url, tmp_path / "cache", token).head() == hs.LAST

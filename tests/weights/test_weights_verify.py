@@ -98,7 +98,7 @@ def test_verify_looks_into_deltas(run: Run, copied: WeightStore) -> None:
         (verify(damaged), f"version 3: {path.name}: the delta of 'layer.weight' is damaged: "),
         (
             verify(encode(old, another)),
-            "version 3: its deltas from version 2 do not lead to its digest of 'layer.weight'",
+            "version 3: its deltas from version 2 do not reproduce its digest of 'layer.weight'",
         ),
         (verify(encode(another, old)), "the delta of 'layer.weight' is damaged"),
         (

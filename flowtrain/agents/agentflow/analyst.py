@@ -1,6 +1,6 @@
-"""The analyst says what a question asks for, and which skills and tools it needs.
+"""The analyst describes what a question asks for, and which skills and tools it needs.
 
-It is asked once per question, before the first turn.
+The analyst runs once per question, before the first turn.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from flowtrain.utils.event_loop import current_call
 from flowtrain.utils.seeds import derive_seed
 
 _MAX_CHARS = 8_000
-"""Characters of an analysis that are kept, some 2,000 tokens; every prompt of a rollout has it."""
+"""Longest analysis in characters, some 2,000 tokens, because every prompt contains it."""
 
 
 @dataclass(slots=True)
 class Analyst:
     """AgentFlow's query analysis, one for all rollouts of a group, whose prompts share it.
 
-    The first rollout asks and the others wait for the same reply. A reply is kept for one call of
-    `collect` and for as long as its group has its task, so that a later group asks again: the
-    policy may have changed. A failure is not kept.
+    The first rollout samples the reply and the others wait for it. A reply is cached for one call
+    of `collect` and for as long as its group has its task, because the policy may change before a
+    later group. Failures are not cached.
     """
 
     engine: ChatEngine

@@ -1,4 +1,4 @@
-"""Put agents together as `[agent]`, `[rollout]` and `[roles]` say."""
+"""Construction of agents from `[agent]`, `[rollout]` and `[roles]`."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def make_policy(
     temperature: float | None = None,
     sampled: Counter[PolicyName] | None = None,
 ) -> Policy:
-    """Make a policy as agents see it; `temperature` None takes the config's, and its tokens are
-    counted in `sampled`.
+    """Return a policy for agents; `temperature` None takes the config's. `sampled` counts its
+    tokens.
     """
     check_room(config, name, engine.max_tokens)
     max_new_tokens, own_temperature = config.sampling_of(name)
@@ -70,7 +70,7 @@ def make_policy(
 
 
 def check_room(config: cfg.Config, name: PolicyName, positions: int) -> None:
-    """Raise UserError for a model that has not the positions of a response."""
+    """Raise UserError for a model with too few positions for a response."""
     max_new_tokens = config.sampling_of(name)[0]
     if max_new_tokens >= positions:
         has_own = name in config.policies and config.policies[name].max_new_tokens
@@ -82,7 +82,7 @@ def check_room(config: cfg.Config, name: PolicyName, positions: int) -> None:
 
 
 def most_kept(config: cfg.Config) -> int:
-    """Return the number of tokens that top-k and top-p leave a policy at most; 0: all."""
+    """Return the largest number of tokens that top-k and top-p keep; 0: all."""
     return config.rollout.num_kept
 
 
@@ -106,9 +106,9 @@ def make_refiner(config: cfg.Config, voice: Voice, tools: Mapping[str, Tool]) ->
 
 
 def _is_full(config: cfg.Config, role: PolicyName, voice: Voice) -> bool:
-    """Return whether a module has the full prompt. A frozen model has that whatever `agent.prompt`
-    says, because a tiny policy's means nothing to others. Raises UserError for a policy without
-    the chat template that it needs.
+    """Return whether a module has the full prompt. A frozen model always has, because only tiny
+    policies understand the compact one. Raises UserError for a policy without the chat template
+    that it needs.
     """
     is_full = config.agent.prompt == "full"
     if is_full and isinstance(voice, Policy):
@@ -117,7 +117,7 @@ def _is_full(config: cfg.Config, role: PolicyName, voice: Voice) -> bool:
 
 
 def make_agentflow(context: AgentContext) -> Flow:
-    """Make AgentFlow's flow around the policies of the context."""
+    """Return AgentFlow's flow with the policies of the context."""
     policies, chats = context.policies, context.chats
     return make_flow(
         context.config, policies["planner"], context.tools, context.max_turns, chats, policies
@@ -141,7 +141,7 @@ def make_flow(
     chats: Mapping[str, ChatEngine] | None = None,
     policies: Mapping[PolicyName, Policy] | None = None,
 ) -> Flow:
-    """Make the flow; rules play a role without an engine, and there is no analyst without one.
+    """Return the flow; a role without an engine uses rules, and the analyst is omitted.
 
     Args:
         chats: the engine of every role that has one.

@@ -22,7 +22,7 @@ from flowtrain.tools.base import shorten
 
 
 class Executed(NamedTuple):
-    """The call of a tool, or why there was none to call."""
+    """A tool call, or the reason why none was possible."""
 
     tool_call: ToolCall | None
     problem: str = ""
@@ -31,22 +31,22 @@ class Executed(NamedTuple):
 
 
 class NoCommand(Exception):
-    """There is nothing to run; the text is the error that the planner reads."""
+    """Raised without a command to run; the planner reads the message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Executor:
     """AgentFlow's executor: a model writes the command from sub-goal, context and tool card.
 
-    It runs the first command that can be read; a note in the command says when there were more.
-    Without a model `arguments_of` makes the command of the sub-goal.
+    The executor runs the first command that parses; a note beside the command mentions further
+    ones. Without a model `arguments_of` makes the command of the sub-goal.
     """
 
     tools: Mapping[str, Tool]
     timeout_s: float
     """Seconds per command of a tool that does not keep its own time."""
     max_chars: int
-    """Characters of a result that are kept, and of a reply that holds no command."""
+    """Longest kept text of a result, or of a reply without a command, in characters."""
     engine: ChatEngine | None = None
     ask_timeout_s: float = 0.0
     """Seconds that the model may take to write it."""
@@ -77,8 +77,8 @@ class Executor:
     async def _command(
         self, card: ToolCard, question: str, action: Action, seed: int, deadline: Deadline
     ) -> tuple[dict[str, object], str, tuple[str, ...]]:
-        """Return the arguments, a note for the command, and the rules that it took to read it.
-        Raises NoCommand.
+        """Return arguments, a note for the command, and the lenient rules used. Raises
+        NoCommand.
         """
         if self.engine is None:
             return arguments_of(card, action.sub_goal), "", ()
@@ -104,7 +104,7 @@ class Executor:
         try:
             arguments = json.loads(json.dumps(arguments, allow_nan=False))
         except (TypeError, ValueError):
-            raise NoCommand(f"its arguments are no JSON: {arguments!r}") from None
+            raise NoCommand(f"its arguments are not valid JSON: {arguments!r}") from None
         note = f"the first of {command.num_commands} commands" if command.num_commands > 1 else ""
         return arguments, note, rules
 

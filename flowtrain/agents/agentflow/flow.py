@@ -43,27 +43,27 @@ class FlowLimits:
 
     max_turns: int
     timeout_s: float
-    """No turn starts later than this; a running one is bounded by the time that is left."""
+    """Seconds after which no turn starts; a running turn is bounded by the remaining time."""
     module_timeout_s: float = MODULE_TIMEOUT_S
-    """Seconds for each verdict and for the answer, which gets them even when the time is up."""
+    """Seconds for each verdict and for the answer, which gets them even after the timeout."""
     memory_tokens: int = 0
     """The `Budget` of the memory; 0: none."""
 
 
 class _RoleFailed(Exception):
-    """A frozen module could not do its part, so the rollout says nothing about the planner."""
+    """A frozen module failed, so the rollout says nothing about the planner."""
 
 
 @dataclass(slots=True)
 class _Rollout:
-    """The state of one rollout. A turn enters it as a whole or, when it is cut, not at all."""
+    """The state of a rollout, to which turns are added only as a whole."""
 
     task: Task
     seed: int
     deadline: Deadline
     budget: Budget
     memory: Memory = field(default_factory=Memory)
-    """All that was found."""
+    """The complete memory."""
     shown: Memory = field(default_factory=Memory)
     """The memory within its budget, which the modules read."""
     turns: list[Turn] = field(default_factory=list)
@@ -97,8 +97,8 @@ class Flow:
         """Roll out one task.
 
         A malformed action, an unknown tool or a failed tool spends its turn, and the next turn
-        reads the error. With `start` the rollout is a branch: it takes over what its parent did
-        before that point, tool results included.
+        reads the error. With `start` the rollout is a branch, which copies its parent up to that
+        point, including tool results.
         """
         started = time.monotonic()
         deadline = Deadline(self.limits.timeout_s)
@@ -140,10 +140,10 @@ class Flow:
         return replace(self, hints=hints)
 
     def close(self) -> None:
-        """It holds nothing: tools and engines are its maker's."""
+        """Do nothing: the creator of the flow owns its tools and engines."""
 
     def shown_before(self, trajectory: Trajectory, turn: int) -> Memory:
-        """Return the memory that the modules read in that turn, without a hint."""
+        """Return the memory that the modules read in the given turn, without hints."""
         return self._budget().bounded(self._memory_before(trajectory, turn))
 
     def _memory_before(self, trajectory: Trajectory, turn: int) -> Memory:
@@ -156,7 +156,7 @@ class Flow:
         return Budget(self.limits.memory_tokens, lambda memory: self.planner.measure(memory))
 
     async def _turns(self, rollout: _Rollout, cutoff: Cutoff) -> str:
-        """Analyse, then take turns; return why they ended before STOP, or ""."""
+        """Run the analyst and the turns; return why they ended before STOP, or ""."""
         try:
             async with cutoff():
                 # A branch has its parent's analysis in its memory.
@@ -246,7 +246,7 @@ class Flow:
             rollout.shown = rollout.budget.bounded(rollout.memory)
 
     async def _refine(self, rollout: _Rollout, turn: Turn) -> Turn:
-        """Let the refiner read what a search has found; without evidence the passages stay."""
+        """Condense search results with the refiner; without evidence the passages stay."""
         action = turn.action
         if self.refiner is None or action is None or action.tool_name not in self.passage_tools:
             return turn

@@ -1,6 +1,6 @@
 """The generator, G(o | q, M^T), writes the answer from the memory.
 
-It always runs, also when the loop ran out of turns or time.
+The generator always runs, even after the loop has run out of turns or time.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Refiner(Protocol):
 class RuleRefiner:
     """Picks the passage (a line) with most words of the sub-goal, the earlier of equals.
 
-    It stands in for a language model and suggests nothing.
+    The rule replaces a language model and adds no suggestions.
     """
 
     async def refine(self, moment: Moment, seed: int, deadline_s: float) -> Evidence:

@@ -108,7 +108,7 @@ _QUOTES = " \t*_`\"'\u201c\u201d\u2018\u2019\xab\xbb()[]<>"
 _AFTER_NAME = re.compile(
     r"\s+[-\u2013\u2014(:,;]|[(,;:]|\.(?:\s|$)|\s+(?:tool|because|to|for|with|as)\b"
 )
-"""What may follow a name of a tool on its line."""
+"""Text that may follow a tool's name on its line."""
 
 
 def tool_of(field: str, names: Mapping[str, str]) -> str:

@@ -1,11 +1,11 @@
 """Flows whose trained policy is played by a teacher: a stronger model, behind a chat engine.
 
-The teacher reads its own prompt and writes text. What it wrote becomes a response in the student's
-tokens, after the prompt that the student would have read, so that the student can imitate it; its
-log-probs are 0, because the student did not sample it. A reply stays as it is where the student's
-own strict reader reads the same in it. Where only a lenient rule read it, or the student's prompt
-asks for another form, the response is what the prompt's writer makes of what was read. A reply that
-could not be read at all is a malformed turn, as a policy's would be, and nobody imitates it.
+The teacher reads its own prompt and writes text. The teacher's text becomes a response in the
+student's tokens after the student's own prompt, ready for imitation. Its log-probs are 0, because
+the student did not sample it. A reply stays as it is where the student's own strict reader reads
+the same in it. Where only a lenient rule read it, or the student's prompt asks for another form,
+the response is what the prompt's writer makes of what was read. A reply that could not be read at
+all is a malformed turn, as a policy's would be, and nobody imitates it.
 
 Special tokens in a reply are plain text to the student: it is what others sent.
 
@@ -77,8 +77,8 @@ def taught(agent: Agent, teacher: ChatEngine, config: Config, tools: Mapping[str
     """
     if not isinstance(agent, Flow):
         raise UserError(
-            f"rft.expert={config.rft.expert!r} plays a policy of agent.name='agentflow', and it is "
-            f"{config.agent.name!r}, so use 'policy', or rft.conversations"
+            f"rft.expert={config.rft.expert!r} requires agent.name='agentflow', which is "
+            f"{config.agent.name!r}; use rft.expert='policy' or rft.conversations"
         )
     voice = ChatVoice(teacher, config.rollout.request_timeout_s)
     role = config.train.policy
@@ -116,9 +116,9 @@ _ROLES: Mapping[PolicyName, tuple[Callable[..., Any], Callable[..., tuple[object
 
 
 def is_readable(turn: Turn, policy: PolicyName) -> bool:
-    """Tell whether what a teacher wrote in a turn as that policy could be read and obeyed.
+    """Return whether a teacher's reply in the role of this policy could be parsed and executed.
 
-    It could not where the reply names no action, or a tool that is not there.
+    A reply without an action or with an unknown tool cannot.
     """
     call = turn.calls.get(policy)
     if call is None or policy != "planner":

@@ -1,4 +1,4 @@
-"""The verifier, V(v^t | q, e^t, M^t), decides whether the memory is enough to answer."""
+"""The verifier, V(v^t | q, e^t, M^t), decides whether the memory suffices to answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Verifier(Protocol):
 
 
 def enough(task: Task, memory: Memory) -> bool:
-    """Decide by the rules of the task; any result will do for one of which nothing is known."""
+    """Decide by the rules of the task; for a task without rules any result suffices."""
     match task.rules:
         case "facts":
             return facts_enough(task.question, memory)
@@ -53,7 +53,7 @@ class RuleVerifier:
     """Stands in for AgentFlow's LLM verifier."""
 
     is_enough: Callable[[Task, Memory], bool] = enough
-    """The rule, which looks at no reference answer."""
+    """The rule, which never sees a reference answer."""
 
     async def verify(
         self, task: Task, memory: Memory, seed: int, deadline_s: float

@@ -22,7 +22,7 @@ class Voice(Protocol):
     """Replies for a module."""
 
     is_frozen: ClassVar[bool]
-    """Nobody learns from its replies, whose calls have no tokens."""
+    """The voice is not trained, and its calls have no tokens."""
 
     async def reply(self, prompt: Prompt, moment: Moment, *, seed: int, deadline_s: float) -> Call:
         """Reply within `deadline_s` seconds; `seed` is this turn's. Raises EngineError."""

@@ -1,4 +1,4 @@
-"""A chat with a policy, for agents that are written as programs."""
+"""A chat with a policy, for agents written as programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from flowtrain.records import Call, FinishReason, PolicyName, UserError
 
 
 class Chat:
-    """Messages to a policy through its chat template, whose replies are trained token by token.
+    """A conversation with a policy through its chat template; training covers every token of the
+    replies.
 
     Example: chat = Chat(session); draft = await chat.ask("Name a prime above 90.")
     """
@@ -20,15 +21,15 @@ class Chat:
         """
         Args:
             instructions: a message of the role "system".
-            policy: whom to ask; "": the run's first.
+            policy: name of the policy to ask; "": the run's first.
         """
         self._session, self._policy = session, policy
         tokenizer = session.policy_of(policy).tokenizer
         if not tokenizer.chat_template:
             raise UserError(
-                f"the model of {policy or 'the policy'} has no chat template, which a chat needs: "
-                "take a chat model (`make smollm2` makes a small one), or write the prompt "
-                "yourself and call session.sample (docs/agents/custom.md)"
+                f"the model of {policy or 'the policy'} has no chat template, which Chat "
+                "requires: use a chat model (`make smollm2` builds a small one), or write the "
+                "prompt yourself and call session.sample (docs/agents/custom.md)"
             )
         self._template = ChatTemplate(tokenizer)
         self._news: list[Message] = []
@@ -37,13 +38,13 @@ class Chat:
             self._news.append({"role": "system", "content": instructions})
 
     async def ask(self, message: str, max_new_tokens: int | None = None) -> str:
-        """Say something as the user; return the reply. Raises what `Session.sample` raises, and
-        TemplateRewrites for a template whose prompts do not grow by appending.
+        """Send a user message and return the reply. Raises the errors of `Session.sample`, and
+        TemplateRewrites for a chat template that changes earlier messages.
         """
         return self.text_of(await self.call(message, max_new_tokens))
 
     async def call(self, message: str, max_new_tokens: int | None = None) -> Call:
-        """Say something as the user; return the call that replied, for `Session.use_tool`."""
+        """Send a user message and return the call with the reply, for `Session.use_tool`."""
         news = [*self._news, {"role": "user", "content": message}]
         past = self._conversation
         chat = Conversation.start(self._template, news) if past is None else past.add(news)
@@ -57,6 +58,6 @@ class Chat:
         return call
 
     def text_of(self, call: Call) -> str:
-        """Return a reply without the end of its message."""
+        """Return the text of a reply without its end-of-message token."""
         ended = call.finish_reason is FinishReason.STOP
         return self._template.text_of(call.response_ids, ended).strip()

@@ -34,8 +34,8 @@ class Dialect:
         key, path = config.path_of(config.train.policy)
         if not tokenizer.chat_template:
             raise UserError(
-                f"{key}={path!r} has no chat template, which {needed_by} needs, whatever "
-                "agent.prompt is"
+                f"{key}={path!r} has no chat template, which {needed_by} requires for any "
+                "agent.prompt"
             )
         try:
             template = ChatTemplate(tokenizer)
@@ -44,12 +44,14 @@ class Dialect:
                 tokens = getattr(tokenizer, "special_tokens_map", {})
                 name = format_of(template.source, tokens) if template.takes_tools else "xml"
         except TemplateRewrites as error:
-            raise UserError(f"{key}={path!r} does not go with {needed_by}: {error}") from None
+            raise UserError(
+                f"{key}={path!r} cannot be combined with {needed_by}: {error}"
+            ) from None
         if not name:
             raise UserError(
-                f"agent.tool_format='auto': the chat template of {key}={path!r} writes calls of "
-                f"tools in none of the formats that are read here ({', '.join(FORMATS)}); if the "
-                "model writes one of them all the same, name it"
+                f"agent.tool_format='auto': the chat template of {key}={path!r} writes tool calls "
+                f"in none of the supported formats ({', '.join(FORMATS)}); if the model uses one "
+                "of them anyway, set agent.tool_format to its name"
             )
         return cls(template, FORMATS[name], config.agent.history == "as_deployed")
 

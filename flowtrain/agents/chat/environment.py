@@ -74,7 +74,9 @@ def load_maker(config: Config) -> Maker | None:
     origin = f"agent.environment={name!r}"
     attribute, factory = plugins.load_object(name, origin)
     if not callable(factory):
-        raise UserError(f"{origin}: {attribute!r} makes nothing: it is a {type(factory).__name__}")
+        raise UserError(
+            f"{origin}: {attribute!r} cannot be called: it is a {type(factory).__name__}"
+        )
     options = config.options_of(name)
     try:
         inspect.signature(factory).bind(None, **options)
@@ -98,7 +100,10 @@ async def opened(
         messages = await environment.open()
         tools = environment.tools
         if duplicates := session.tools.keys() & tools.keys():
-            raise UserError(f"agent.tools: {min(duplicates)!r} is a tool of agent.environment, too")
+            raise UserError(
+                f"agent.tools: {min(duplicates)!r} is also a tool of "
+                "agent.environment; remove it from agent.tools"
+            )
         session.tools = {**session.tools, **tools}
         session.repeats_tools = True
         try:
@@ -112,7 +117,7 @@ async def opened(
             async with asyncio.timeout(_CLOSE_S):
                 await environment.close()
         except TimeoutError:
-            _log.warning("an environment was not closed within %g s, and is left", _CLOSE_S)
+            _log.warning("an environment did not close within %g s and is abandoned", _CLOSE_S)
 
 
 async def _report(environment: Environment, session: Session) -> None:

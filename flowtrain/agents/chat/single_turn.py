@@ -1,7 +1,7 @@
 """An agent of one turn: the policy reads the question and writes the answer.
 
-It has neither tools nor roles, so Flow-GRPO on it is GRPO. The answer is the content of the last
-`<answer>...</answer>` of the response, else the whole response.
+The agent has neither tools nor roles, so Flow-GRPO reduces to GRPO. The answer is the content of
+the last `<answer>...</answer>` of the response, else the whole response.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from flowtrain.agents.session import Session, SessionAgent
 
 
 class QuestionPrompt:
-    """The question and, after an empty line, the instructions; without a template a label opens the
-    answer.
-    """
+    """The question, an empty line, the instructions and, without a template, a label."""
 
     prefix = ""
 

@@ -1,1 +1,3 @@
-"""Train a program that speaks to OpenAI's API: an endpoint before the policy's engine."""
+"""The gateway: an OpenAI-compatible endpoint in front of the policy's engine, for training any
+program.
+"""

@@ -1,8 +1,7 @@
-"""The agent `gateway`: a program of somebody else's, trained token by token.
+"""The agent `gateway`: trains an external program token by token.
 
-The program knows nothing of training. It gets a task, the URL of an endpoint and
-a key of its own for every rollout; what is sampled under the key is recorded in this process, where
-it is sampled.
+The program needs no knowledge of training. For every rollout the program gets a task, the URL of an
+endpoint and a separate key; this process samples the responses and records them under the key.
 """
 
 from __future__ import annotations
@@ -25,12 +24,14 @@ from flowtrain.tasks.verifiers import COLUMN as VERIFIERS
 
 
 class GatewayAgent(SessionAgent):
-    """See `Agent`. The server starts with the first rollout."""
+    """The agent of an external program; implements `Agent`. The server starts with the first
+    rollout.
+    """
 
     trains = ()
 
     def __init__(self, context: AgentContext) -> None:
-        """Raises UserError for a program that is not there."""
+        """Raises UserError for a missing program."""
         super().__init__(context)
         self._options = context.config.gateway
         self._dialect = _dialect(context.config, context.first_policy.tokenizer)
@@ -41,21 +42,21 @@ class GatewayAgent(SessionAgent):
 
     @staticmethod
     def check(config: Config, tokenizer: ChatTokenizer) -> None:
-        """Raises UserError for a program that is not there, options that nothing would read, and a
-        chat template that does not show replies as they are.
+        """Raises UserError for a missing program, unused options, and a chat template that changes
+        replies.
         """
         for key in ("tools", "instructions"):
             if value := getattr(config.agent, key):
                 raise UserError(
-                    f"agent.{key}={value!r} does not go with agent.name='gateway', whose program "
-                    "has its own"
+                    f"agent.{key}={value!r} cannot be combined with agent.name='gateway', whose "
+                    "program has its own"
                 )
         _dialect(config, tokenizer)
         _program(config).close()
 
     @property
     def gateway(self) -> Gateway:
-        """Return the server, which starts when it is first asked for."""
+        """Return the server, starting it on first use."""
         with self._lock:
             if self._gateway is None:
                 self._gateway = Gateway()
@@ -64,7 +65,7 @@ class GatewayAgent(SessionAgent):
     async def run(
         self, task: Task, seed: int, cutoff: Cutoff | None = None, start: BranchStart | None = None
     ) -> Trajectory:
-        """Wait for a place, and then begin the time of the rollout."""
+        """Wait for a free slot, which does not count as rollout time, then run."""
         if not self._program.is_bounded:
             return await super().run(task, seed, cutoff, start)
         cutoff = cutoff or Cutoff()

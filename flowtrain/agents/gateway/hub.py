@@ -59,11 +59,11 @@ def _outcome(episode: Any) -> dict[str, Any]:
         reason = f"{errors[-1].type}: {errors[-1].message}" if errors else "it says nothing"
         raise EpisodeFailed(reason)
     if len(episode.traces) != 1:
-        raise EpisodeFailed(f"it has {len(episode.traces)} runs of its agent, and one is scored")
+        raise EpisodeFailed(f"it has {len(episode.traces)} agent runs, and only one can be scored")
     (trace,) = episode.traces
     parts = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
     if not parts:
-        raise EpisodeFailed("it gives no reward")
+        raise EpisodeFailed("it returns no reward")
     return {"answer": trace.last_reply, "reward": parts}
 
 

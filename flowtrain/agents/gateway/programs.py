@@ -36,9 +36,7 @@ _LAST_OUTPUT_S = 1.0
 
 
 _loop = LoopThread("gateway programs")
-"""Of async functions: one that blocks while it waits for a reply would wait for ever on the loop
-where that is sampled.
-"""
+"""Event loop of async functions: on the sampler's loop a blocking one would deadlock."""
 
 
 class ProgramFailed(Exception):
@@ -65,16 +63,16 @@ def _outcome(value: object) -> Outcome:
 
 
 def task_record(task: Task, columns: tuple[str, ...]) -> dict[str, Any]:
-    """Return what programs in other processes see of a task. Raises UserError for a column that
-    its row does not have.
-    """
+    """Return a task as programs see it. Raises UserError for a column that its row lacks."""
     record: dict[str, Any] = {"id": task.id, "question": task.question}
     if task.choices:
         record["choices"] = list(task.choices)
     extra = task.extra if columns else {}
     for name in columns:
         if name != "answers" and name not in extra:
-            raise UserError(f"gateway.columns={list(columns)}: task {task.id!r} has no {name!r}")
+            raise UserError(
+                f"gateway.columns={list(columns)}: task {task.id!r} has no column {name!r}"
+            )
         record[name] = list(task.answers) if name == "answers" else extra[name]
     return record
 
@@ -97,13 +95,17 @@ class Command:
             for word in options.command
         ]
         if shutil.which(words[0], path=path) is None:
-            raise UserError(f"gateway.command={list(options.command)}: there is no {words[0]!r}")
+            raise UserError(
+                f"gateway.command={list(options.command)}: there is no program {words[0]!r}"
+            )
         self._words = words
         self._columns = options.columns
         self._environment = {"PATH": path, "LANG": os.environ.get("LANG", "C.UTF-8")}
         for name in options.environment:
             if name not in os.environ:
-                raise UserError(f"gateway.environment: {name!r} is not set")
+                raise UserError(
+                    f"gateway.environment: {name!r} is not set in the environment of this process"
+                )
             self._environment[name] = os.environ[name]
 
     async def solve(self, rollout: Rollout, base_url: str) -> Outcome:
@@ -169,7 +171,7 @@ class Command:
                 await child.wait()
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: there are no resources to release."""
 
 
 def _read_outcome(path: Path) -> Outcome:
@@ -234,9 +236,7 @@ class Function:
     """
 
     def __init__(self, options: Options) -> None:
-        """Import the function. Raises UserError for one that is not there, or takes other
-        arguments.
-        """
+        """Import the function. Raises UserError if missing, or for other arguments."""
         origin = f"gateway.function={options.function!r}"
         name, call = plugins.load_object(options.function, origin)
         if not callable(call):

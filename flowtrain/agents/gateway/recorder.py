@@ -1,11 +1,10 @@
 """Join the requests of one rollout into conversations whose token ids only grow.
 
-A program sends the whole history with every request. What of it this rollout sampled is found by
-the longest recorded beginning, and stands in the prompt with the ids that were sampled, though the
-program may have changed white space or the order of keys: of histories that differ in no more than
-that, it is the one that was sent, if it is among them. Another history, or one that
-the chat template would rewrite, begins a conversation of its own, which is trained as well. With
-`agent.history = "as_deployed"` every request does.
+A program sends the whole history with every request. The longest recorded prefix identifies the
+responses that this rollout sampled, whose sampled ids stay in the prompt even if the program has
+changed white space or the order of keys. Among histories that differ only in these, an exact match
+wins. Another history, or one that the chat template would rewrite, begins a conversation of its
+own, which is trained as well. With `agent.history = "as_deployed"` every request does.
 """
 
 from __future__ import annotations
@@ -159,7 +158,7 @@ class Recorder:
     def _read(
         self, call: Call, request: ChatRequest, number: int
     ) -> tuple[str, tuple[ReplyCall, ...]]:
-        """Return a response's text and calls of tools. One that is malformed is all text."""
+        """Return a response's text and calls of tools. A malformed response is all text."""
         text = self._dialect.template.text_of(call.response_ids, _is_whole(call))
         text = _before_stop(text, request.stop)
         content, tool_calls = self._dialect.format.parse(text, request.tools)

@@ -1,4 +1,4 @@
-"""One rollout behind the gateway: its key, what is asked under it, and how it ends.
+"""A rollout behind the gateway: its key, the requests under the key, and its end.
 
 The rollout lives on the event loop that collects, the server on a loop of its own. All that is
 asked crosses over here, and nothing is left hanging when either of the two ends.
@@ -40,9 +40,7 @@ class Outcome:
 
     @classmethod
     def of(cls, value: object) -> Outcome:
-        """Read an answer, or {"answer": ..., "reward": number or parts by name}. Raises ValueError
-        for anything else.
-        """
+        """Read an answer, or {"answer": ..., "reward": number or parts}; else raise ValueError."""
         if isinstance(value, Outcome):
             return value
         if not isinstance(value, Mapping):
@@ -84,7 +82,7 @@ class _Attempt:
 
     @property
     def is_lost(self) -> bool:
-        """Tell whether it has no response and will have none."""
+        """Return whether it has no response and will have none."""
         if not self.task.done():
             return self.task.cancelling() > 0
         return self.task.cancelled() or self.task.exception() is not None
@@ -102,7 +100,7 @@ class Rollout:
         self.ended: RolloutEnded | None = None
         """The limit that a request has met."""
         self.failure: Exception | None = None
-        """What went wrong here, and not in the program."""
+        """A failure of the gateway itself, not of the program."""
         self._loop = asyncio.get_running_loop()
         self._attempts: dict[bytes, _Attempt] = {}
         self._lock = threading.Lock()

@@ -1,6 +1,6 @@
 """The endpoint: requests of programs under the keys of their rollouts.
 
-It runs on a thread with an event loop of its own, from the first rollout until it is closed. The
+The server runs on a thread with its own event loop, from the first rollout until `close`. The
 responses of the policy are sampled where the rollouts live (rollout.py).
 """
 
@@ -123,9 +123,9 @@ class Gateway:
 
     async def _route(self, request: Request, path: str, wire: Wire) -> Response:
         if path not in WIRES and path != COUNT:
-            raise Refusal("there is no such path", status=404)
+            raise Refusal("unknown path", status=404)
         if request.method != "POST":
-            raise Refusal("the path is asked otherwise", status=405)
+            raise Refusal("method not allowed for this path", status=405)
         rollout = self._rollout(request)
         if rollout.num_requests >= MAX_REQUESTS:
             text = f"more than {MAX_REQUESTS} requests of a rollout at a time"
@@ -140,9 +140,7 @@ class Gateway:
             rollout.num_requests -= 1
 
     def _rollout(self, request: Request) -> Rollout:
-        """Return the rollout of the key. What is looked up is a digest, so that the time that it
-        takes tells nothing about keys.
-        """
+        """Return the rollout of the key, by digest, so that the duration reveals nothing."""
         digest = _digest(_key_of(request))
         with self._lock:
             rollout, is_over = self._rollouts.get(digest), digest in self._ended

@@ -27,7 +27,7 @@ ERROR_FILE = "FLOWTRAIN_VLLM_ERRORS"
 """Environment variable that names the file where vLLM's processes write their errors."""
 OLDEST = (0, 25)
 INSTALL = (
-    "pip install 'flowtrain[vllm]' on a machine with a GPU, `make setup ENGINE=vllm` on one without"
+    "pip install -e '.[vllm]' on a machine with a GPU, `make setup ENGINE=vllm` on one without"
 )
 _LAUNCHER = re.compile(
     "((LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ROLE_.*)"

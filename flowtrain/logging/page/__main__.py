@@ -42,28 +42,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flowtrain.logging.page",
-        description="Write a run as one HTML file that needs nothing else; or serve it to a "
-        "browser while it goes on.",
+        description="Write a run as one self-contained HTML file, or serve it to a browser while "
+        "the run continues.",
     )
-    text = "run folder, what --run.dir named"
+    text = "run folder, the value of --run.dir"
     parser.add_argument("run", type=Path, metavar="RUN", help=text)
     parser.add_argument("--out", type=Path, help="the page (default: RUN/view.html)")
-    text = "rollouts to show, in whole groups (default: 500)"
+    text = "number of rollouts to show, in whole groups (default: 500)"
     parser.add_argument("--rollouts", type=int, default=500, metavar="N", help=text)
-    text = "serve the page on this machine, anew at every load; the run may begin later"
+    text = "serve the page on this machine, rebuilt at every load; the run may start later"
     parser.add_argument("--serve", action="store_true", help=text)
-    text = f"0: any free one (default: {_PORT})"
+    text = f"port to listen on; 0: any free port (default: {_PORT})"
     parser.add_argument("--port", type=number(0, 65535), default=_PORT, help=text)
     return parser
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
-        raise UserError("--out is for the page as a file: leave --serve or --out out")
+        raise UserError("--out writes the page to a file: use either --serve or --out")
     end_on_signals()
     try:
         with Server(arguments.run, arguments.rollouts, arguments.port) as server:
-            print(f"open {server.url}  (Ctrl-C ends)", flush=True)
+            print(f"open {server.url}  (Ctrl-C stops the server)", flush=True)
             server.serve_forever()
     except KeyboardInterrupt:
         return 0

@@ -1,4 +1,4 @@
-"""All that a page shows, as plain JSON values. What a run lacks becomes a note on the page."""
+"""All that a page shows, as plain JSON values. Missing parts of a run become notes on the page."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class LoggedRun:
                 is_training and not (self.path / "summary.json").is_file()
             ),
             "No step has been logged, so there are no curves.": not self._series,
-            "No rollouts have been logged: curves and results are all there is.": not self.places,
-            "The tokenizer of the run is gone: tokens are shown as ids, and prompts not at all.": (
+            "No rollouts have been logged: only curves and results are shown.": not self.places,
+            "The run's tokenizer is missing: tokens appear as ids, without prompts.": (
                 self.places and self._tokenizer is None
             ),
         }
@@ -122,7 +122,7 @@ class LoggedRun:
         return first_and_last
 
     def _shown(self, shown_places: Sequence[Place]) -> str:
-        """Say in a sentence which rollouts the page has."""
+        """Return a sentence about the rollouts on the page."""
         if len(shown_places) == len(self.places):
             return f"All {len(shown_places):,} logged rollouts."
         counts = " and ".join(

@@ -18,7 +18,7 @@ from flowtrain.logging.jsonl import read_lines_with_ends
 LOGS = {"train": "trajectories", "held-out": "held_out"}
 """Split to the name of its log; every rank has a file of its own."""
 HELD_OUT_SHARE = 4
-"""One in so many of the shown rollouts is a held-out one."""
+"""Ratio of all shown rollouts to the held-out ones among them."""
 
 T = TypeVar("T")
 
@@ -49,9 +49,7 @@ class Place:
 
 
 def is_right(reward: float | None) -> bool:
-    """Half of the full reward makes an answer right; partial rewards are shown as the numbers they
-    are.
-    """
+    """Half of the full reward makes an answer right; partial rewards appear as numbers."""
     return reward is not None and reward >= 0.5
 
 

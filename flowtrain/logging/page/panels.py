@@ -1,4 +1,4 @@
-"""Say which metrics share a panel, in the picture of a run and on its page."""
+"""The panels of metrics in the picture of a run and on its page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Curve(NamedTuple):
     label: str
     series: Series
     is_sparse: bool = False
-    """It is not measured at every step: its points are marked."""
+    """The metric is not measured at every step, so its points are marked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""One logged rollout as the page shows it."""
+"""A logged rollout as shown on the page."""
 
 from __future__ import annotations
 

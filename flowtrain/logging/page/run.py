@@ -42,8 +42,8 @@ def check_run_dir(run_dir: Path) -> None:
         raise UserError(f"there is no folder {run_dir}")
     if not any((run_dir / mark).is_file() for mark in _MARKS):
         raise UserError(
-            f"{run_dir} is no run: it has none of {', '.join(_MARKS)}; name the folder that "
-            "--run.dir named"
+            f"{run_dir} is not a run folder: it has none of {', '.join(_MARKS)}; give the folder "
+            "of --run.dir"
         )
 
 
@@ -57,7 +57,7 @@ def read_config(run_dir: Path) -> Config:
     try:
         return tomllib.loads(read_text(path))
     except ValueError as error:
-        raise UserError(f"{path} is no TOML: {error}") from error
+        raise UserError(f"{path} is not valid TOML: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes()) if path.is_file() else {}
     except ValueError as error:
-        raise UserError(f"{path} is no JSON: {error}") from error
+        raise UserError(f"{path} is not valid JSON: {error}") from error
     return value if isinstance(value, dict) else {}
 
 

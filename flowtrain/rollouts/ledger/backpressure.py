@@ -49,8 +49,8 @@ class Openings:
         return max(0, min(num_wanted, room)), "full" if room < num_wanted else ""
 
     def take(self, request: LeaseRequest) -> bool:
-        """Tell whether a request need wait no longer: there is something, which it takes, or there
-        are news of the policies, or all is done.
+        """Return whether a request need wait no longer: there is something, which it takes, or
+        there are news of the policies, or all is done.
         """
         if dict(request.heard) != {policy.name: policy.version for policy in self.policies}:
             return True

@@ -39,8 +39,8 @@ class Batches:
             if not policy.checkpoint < step <= policy.newest + 1:
                 raise Refused(
                     f"step {step} of {policy.name}: its checkpoint is of step "
-                    f"{policy.checkpoint}, so a batch of steps {policy.checkpoint + 1} to "
-                    f"{policy.newest + 1} can be had"
+                    f"{policy.checkpoint}, so only batches of steps {policy.checkpoint + 1} to "
+                    f"{policy.newest + 1} are available"
                 )
             # An older step is served again, to a trainer that resumes, as it was put together.
             if step == policy.newest + 1 and (
@@ -224,8 +224,8 @@ def _read(transaction: Transaction, request: BatchRequest) -> Batch:
     )
     if any(row.payload is None for row in rows):
         raise Refused(
-            f"step {request.step} of {request.policy}: its groups are gone, because a checkpoint "
-            "of that step or a later one has been reported"
+            f"step {request.step} of {request.policy}: its groups were deleted, because a "
+            "checkpoint of that step or a later one has been reported"
         )
     return Batch(tuple(map(_assigned, rows)), 0, json.loads(batch.stats))
 

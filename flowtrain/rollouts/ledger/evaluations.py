@@ -47,8 +47,8 @@ class Evaluations:
             policy = heard_policy(transaction, request.policy, timeout_s)
             if not 0 <= request.step <= policy.newest:
                 raise Refused(
-                    f"version {request.step} of {policy.name} cannot be evaluated: "
-                    f"{policy.newest} batches have been put together"
+                    f"version {request.step} of {policy.name} cannot be evaluated: the service "
+                    f"has assembled only {policy.newest} batches"
                 )
             if _find(transaction, *key) is None:
                 _begin(transaction, request)
@@ -117,8 +117,8 @@ def _results(
     if evaluation.state == "collected":
         raise Refused(
             f"the evaluation {evaluation.name!r} of {evaluation.policy} after step "
-            f"{evaluation.step}: its results are gone, because its trainer has reported that its "
-            "log has them"
+            f"{evaluation.step}: its results were deleted after the trainer reported that they "
+            "are in its log"
         )
     rows = transaction.all(
         "SELECT w.position, r.payload FROM work_items w LEFT JOIN results r ON r.work_item = w.id"
@@ -172,7 +172,7 @@ def settings_of(evaluation: Any) -> EvalSettings:
 
 
 def is_any_left(transaction: Transaction) -> bool:
-    """Tell whether a question waits or is under way."""
+    """Return whether a question waits or is under way."""
     return any(num_left(transaction, evaluation.id) for evaluation in _open(transaction))
 
 

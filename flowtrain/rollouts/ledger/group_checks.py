@@ -96,7 +96,7 @@ class GroupLimits:
     models: Mapping[str, tuple[int, int]]
     """By registered policy, the size of its vocabulary and its number of positions."""
     settings: EvalSettings | None = None
-    """Those of the evaluation that the group belongs to; None: it is to be trained."""
+    """Settings of the group's evaluation; None for a group to train on."""
 
     @property
     def _group_size(self) -> int:
@@ -133,14 +133,14 @@ class GroupLimits:
         """
         if len(group.trajectories) != self._group_size:
             raise Refused(
-                f"the group has {len(group.trajectories)} rollouts, this run's have "
+                f"the group has {len(group.trajectories)} rollouts, but groups of this run have "
                 f"{self._group_size}"
             )
         task = group.trajectories[0].task
         for number, trajectory in enumerate(group.trajectories):
             if trajectory.task != task:
                 raise Refused(
-                    f"rollouts of one group are of {task.id!r} and of {trajectory.task.id!r}"
+                    f"the group has rollouts of both {task.id!r} and {trajectory.task.id!r}"
                 )
             if problem := self._problem(number, trajectory) or self._branch_problem(group, number):
                 raise Refused(f"rollout {number}: {problem}")
@@ -204,13 +204,18 @@ class GroupLimits:
         if (branch := rollout.branch) is None:
             return ""
         if not (0 <= branch.parent < number and _shares_tokens(rollout, group, branch)):
-            return f"it cannot have left another at {branch}"
+            return f"its branch point {branch} is impossible"
         newest = _newest_version(group.trajectories[branch.parent], self.config.train.policy)
         scorer = self.config.appo.node_scorer
         if self.config.algorithm.places_branches and branch.scorer != scorer:
-            return f"it left another where {branch.scorer!r} says, in this run {scorer!r} does"
+            return (
+                f"the scorer {branch.scorer!r} chose its branch point, but this run uses {scorer!r}"
+            )
         if branch.version < newest:
-            return f"it left tokens of version {newest} where version {branch.version} says"
+            return (
+                f"it branches from tokens of version {newest}, but version {branch.version} "
+                "scored them"
+            )
         return ""
 
     def _sampled(self, trajectory: Trajectory) -> Iterator[tuple[PolicyName, TrainedTokens]]:
@@ -234,7 +239,7 @@ class GroupLimits:
         if not call.prompt_ids and not num_tokens:
             return ""
         if policy not in self.config.policy_names:
-            return "it has tokens, but is no policy of this run"
+            return "it has tokens but belongs to no policy of this run"
         vocab_size, max_positions = self.models.get(policy, (1 << 31, 1 << 31))
         if len(call.logprobs) != num_tokens or len(call.entropies) not in (0, num_tokens):
             return f"it has {num_tokens} tokens and needs as many log-probs (and entropies, if any)"
@@ -246,7 +251,10 @@ class GroupLimits:
                 break
             end = span.end
         if end != num_tokens:
-            return f"it has {num_tokens} tokens, its version spans must cover each of them once"
+            return (
+                f"it has {num_tokens} tokens, and its version spans must cover each of them "
+                "exactly once"
+            )
         return (
             length_problem(call, max_positions)
             or token_problem(call, vocab_size)
@@ -255,7 +263,7 @@ class GroupLimits:
 
 
 def _shares_tokens(rollout: Trajectory, group: Group, branch: BranchPoint) -> bool:
-    """Tell whether the tokens up to the branch are the parent's, which they give credit to."""
+    """Return whether the tokens up to the branch are the parent's, which they give credit to."""
     turns = group.trajectories[branch.parent].turns
     if not (0 <= branch.turn < min(len(rollout.turns), len(turns))):
         return False

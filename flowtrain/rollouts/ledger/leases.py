@@ -98,7 +98,7 @@ class LeaseBook:
             )
         for name, version in request.versions.items():
             if not 0 <= version <= MAX_VERSION:
-                raise Refused(f"version {version} of {name[:100]!r} is none")
+                raise Refused(f"version {version} of {name[:100]!r} does not exist")
         # First without the lock of `meta`, which only drawing new work items needs.
         with self.database.write() as transaction:
             answer = self._answer(transaction, request)
@@ -149,9 +149,9 @@ class LeaseBook:
             *(request.node, request.life),
         )
         if node is None:
-            raise Refused(f"node {request.node!r}: it has not joined")
+            raise Refused(f"node {request.node!r} has not joined")
         if node.is_current != 1:
-            raise Refused(f"node {request.node!r}: another process has joined by its name")
+            raise Refused(f"node {request.node!r}: another process has joined under this name")
         return node
 
     def _note_node(
@@ -194,9 +194,9 @@ class LeaseBook:
         return Lease(row.id, attempt, unpack(bytes(row.task), Task), seed, row.position)
 
     def ends_overdue(self, now: float) -> bool:
-        """Tell whether the next request ends the leases that have run out. None does for the length
-        of a lease after the service began, or its database came back that was away for half as
-        long: nodes could not renew theirs.
+        """Return whether the next request ends the leases that have run out. None does for the
+        length of a lease after the service began, or its database came back that was away for half
+        as long: nodes could not renew theirs.
         """
         lease_s = self.config.dataflow.lease_s
         if self._steady_since is None or self.database.take_outage_s() > lease_s / 2:
@@ -216,7 +216,7 @@ class LeaseBook:
         overdue = [(row.id, row.attempt) for row in rows]
         end_leases(transaction, overdue, RAN_OUT, self.config.dataflow)
         for node, num in Counter(row.node for row in rows).items():
-            text = "node %s is silent for %g s: %d work items of it go to others"
+            text = "node %s has been silent for %g s: its %d work items go to other nodes"
             _log.info(text, node, self.config.dataflow.lease_s, num)
 
     def _allowed(

@@ -56,8 +56,8 @@ class Ledger:
         """Identity of the run."""
         if changed := self._prompts.open(self.database):
             raise UserError(
-                f"{self.database.name} belongs to a run with other tasks ({changed}): give those "
-                "that it began with, in their order, or name another database"
+                f"{self.database.name} belongs to a run with other tasks ({changed}): use the "
+                "original tasks in their order, or another database"
             )
         common = (self.database, config)
         nodes = Nodes(*common)
@@ -86,7 +86,7 @@ class Ledger:
             return read_openings(transaction, self.config.dataflow, self._ends_overdue)
 
     def answers(self) -> bool:
-        """Tell whether the database answers."""
+        """Return whether the database answers."""
         try:
             with self.database.read() as transaction:
                 transaction.one("SELECT 1 AS answer")

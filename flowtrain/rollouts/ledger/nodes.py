@@ -29,8 +29,8 @@ class Nodes:
         for name in (request.node, request.life):
             if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", name):
                 raise Refused(
-                    f"node {name[:100]!r}: a name has 1 to 100 letters, digits, '.', '_' and '-', "
-                    "and so has a life"
+                    f"node {name[:100]!r}: a name and a life must have 1 to 100 letters, digits, "
+                    "'.', '_' and '-'"
                 )
         with locked(self.database) as (transaction, meta):
             policies = transaction.all("SELECT * FROM policies")

@@ -190,7 +190,7 @@ class Pushes:
         for policy in transaction.all("SELECT name, newest, is_done FROM policies"):
             # It registered after the group was checked, which did not know its model's bounds.
             if policy.name not in summary.checked:
-                raise Unavailable(f"the trainer of {policy.name} has just begun; push again")
+                raise Unavailable(f"the trainer of {policy.name} has just started; push again")
             trained = summary.trained.get(policy.name, NO_TOKENS)
             _check_version(policy, trained)
             if policy.is_done:
@@ -208,6 +208,6 @@ class Pushes:
 def _check_version(policy: Any, trained: TrainedTokens) -> None:
     if trained.max_version > policy.newest:
         raise Refused(
-            f"version {trained.max_version} of {policy.name} has not been made, only "
-            f"{policy.newest} batches have"
+            f"version {trained.max_version} of {policy.name} does not exist: the service has "
+            f"assembled only {policy.newest} batches"
         )

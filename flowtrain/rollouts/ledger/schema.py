@@ -7,8 +7,8 @@ share is fresh, assigned to a batch, or left out for a reason that stays on reco
 indices alone keep what matters most: one group per work item, and at most one batch of each policy
 that has it fresh.
 
-What is written again and again is narrow and apart from history: `meta` has the numbers that the
-holder of its lock counts on, `live_leases` until when the leases under way last.
+Frequently written data is narrow and separate from history: `meta` has counters under a lock,
+`live_leases` the expiry times of running leases.
 
 How many tokens of each policy a group has is in `tokens`, by lease, so that those of a group that
 came too late are there as well; `sampled` has what each process of a node says it has sampled, and
@@ -159,8 +159,8 @@ def prepare(database: Database, fixed: str) -> str:
             pairs = zip(stored.splitlines(), fixed.splitlines(), strict=True)
             changed = next(f"{old!r} is {new!r} now" for old, new in pairs if old != new)
             raise UserError(
-                f"{database.name} belongs to a run with other options ({changed}): give them as "
-                "they were, or name another database"
+                f"{database.name} belongs to a run with other options ({changed}): use the "
+                "original options, or another database"
             )
     return str(meta.run)
 
@@ -171,11 +171,11 @@ def meta_row(transaction: Transaction, name: str) -> Any:
     """
     meta: Any = transaction.one("SELECT * FROM meta") if _is_made(transaction) else None
     if not hasattr(meta, "version"):
-        raise UserError(f"{name} is no ledger: name another database")
+        raise UserError(f"{name} is not a ledger: choose another database")
     if meta.version != VERSION:
         raise UserError(
-            f"{name} is a ledger with schema {meta.version}, this flowtrain has {VERSION}: end its "
-            "run with the flowtrain that began it, or name another database"
+            f"{name} is a ledger with schema {meta.version}, this flowtrain has {VERSION}: finish "
+            "its run with the flowtrain version that started it, or choose another database"
         )
     return meta
 

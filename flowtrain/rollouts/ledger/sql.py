@@ -122,7 +122,7 @@ class Database:
     begin_read: str
     has_row_locks: bool
     errors: tuple[type[Exception], ...]
-    """What the database's library raises."""
+    """Errors of the database's library."""
 
     def __init__(self, name: str, clock: Callable[[], float] | None) -> None:
         """`name`: path or URL for messages, without a password."""
@@ -266,8 +266,8 @@ class SqliteDatabase(Database):
             "SQLITE_READONLY": "make it writable, and its folder",
             "SQLITE_CANTOPEN": "check that its folder exists and is writable",
             "SQLITE_IOERR": "check its disk, and free some space",
-            "SQLITE_NOTADB": "name another file, or none that exists",
-            "SQLITE_CORRUPT": "bring back a copy of it",
+            "SQLITE_NOTADB": "choose another file, or a new one",
+            "SQLITE_CORRUPT": "restore a backup of it",
         }
         if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
             return Unavailable(f"{self.name} was not free in {WAIT_S:.0f} s")
@@ -302,7 +302,7 @@ class PostgresDatabase(Database):
             from psycopg import conninfo, errors, rows
         except ImportError as error:
             raise UserError(
-                "a PostgreSQL database needs psycopg: pip install 'flowtrain[postgres]'"
+                "a PostgreSQL database needs psycopg: pip install -e '.[postgres]'"
             ) from error
         try:
             conninfo.conninfo_to_dict(url)

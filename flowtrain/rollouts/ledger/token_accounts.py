@@ -33,7 +33,7 @@ def note_sampled(
         if policy not in sampled:
             continue
         if not 0 <= (num_tokens := sampled[policy]) <= _MOST:
-            raise Refused(f"{num_tokens} is no number of sampled tokens")
+            raise Refused(f"{num_tokens} is not a valid number of sampled tokens")
         transaction.run(
             "INSERT INTO sampled VALUES (?, ?, ?, ?)"
             " ON CONFLICT (node, life, policy) DO UPDATE SET num_tokens = excluded.num_tokens"
@@ -82,7 +82,7 @@ def note_batch(transaction: Transaction, policy: str, step: int, tokens: Mapping
         return
     is_sound = all(len(name) <= 100 and 0 <= num <= _MOST for name, num in tokens.items())
     if len(tokens) > _MAX_REASONS or not is_sound:
-        raise Refused(f"the tokens of step {step} are no account of a batch")
+        raise Refused(f"the tokens of step {step} are not a valid token account")
     batch_key = (policy, step)
     batch = transaction.one("SELECT tokens FROM batches WHERE policy = ? AND step = ?", *batch_key)
     if batch is None:

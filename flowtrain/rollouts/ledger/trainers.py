@@ -38,7 +38,7 @@ class Trainers:
             if request.run not in ("", meta.run):
                 raise Refused(
                     f"this is run {meta.run!r}, but the checkpoint was trained from "
-                    f"{request.run[:100]!r}: start the service with its database"
+                    f"{request.run[:100]!r}: start the service with the database of that run"
                 )
             if not self._is_known(transaction, request):
                 self._begin(transaction, request)
@@ -48,7 +48,7 @@ class Trainers:
     def _check(self, request: Register) -> None:
         if request.policy not in self.config.policy_names:
             raise Refused(
-                f"policy {request.policy!r}: this run's flow has "
+                f"policy {request.policy!r}: this run has only "
                 f"{' and '.join(self.config.policy_names)}"
             )
         for name, low, high in _BOUNDS:
@@ -112,8 +112,9 @@ class Trainers:
             policy = heard_policy(transaction, request.policy, timeout_s, request.life)
             if not 0 <= request.checkpoint <= request.version <= policy.newest:
                 raise Refused(
-                    f"{policy.name} cannot have version {request.version} and a checkpoint of step "
-                    f"{request.checkpoint}: {policy.newest} batches have been put together"
+                    f"{policy.name} cannot have version {request.version} and a checkpoint of "
+                    f"step {request.checkpoint}: the service has assembled only {policy.newest} "
+                    "batches"
                 )
             busy_s = check_seconds(request.busy_s)
             waited_s = check_seconds(request.waited_s)
@@ -148,12 +149,12 @@ def _check_resumed(transaction: Transaction, request: Register, policy: Any) -> 
     if request.layout != policy.layout:
         raise Refused(
             f"{policy.name} has layout {request.layout}, this run has trained one of "
-            f"{policy.layout}: give the model it began with"
+            f"{policy.layout}: use the original model"
         )
     if request.step > policy.newest:
         raise Refused(
-            f"a checkpoint of step {request.step} is of another run: this one has put together "
-            f"{policy.newest} batches"
+            f"a checkpoint of step {request.step} belongs to another run: this one has assembled "
+            f"only {policy.newest} batches"
         )
     key = (policy.name, request.step)
     num_batches = transaction.one(
@@ -167,8 +168,8 @@ def _check_resumed(transaction: Transaction, request: Register, policy: Any) -> 
     ).num
     if num_lost or num_batches < policy.newest - request.step:
         raise Refused(
-            f"the batches after step {request.step} are gone; {policy.name} had a checkpoint of "
-            f"step {policy.checkpoint}, resume from it"
+            f"the batches after step {request.step} were deleted; {policy.name} had a checkpoint "
+            f"of step {policy.checkpoint}, resume from it"
         )
 
 
@@ -222,7 +223,7 @@ def heard_policy(
     if policy is None:
         raise Refused(f"policy {name!r} has not been registered")
     if life is not None and life != policy.life:
-        raise Refused(f"policy {name!r}: another process has registered it since, and trains it")
+        raise Refused(f"policy {name!r}: another process has registered it since and now trains it")
     if now - policy.seen_s > timeout_s / 8:
         transaction.run("UPDATE policies SET seen_s = ? WHERE name = ?", now, name)
     return policy
@@ -250,7 +251,7 @@ def is_live(policy: Any, now: float, options: Dataflow) -> bool:
 def check_seconds(value: float) -> float:
     """Raises Refused for a duration that no clock shows."""
     if not 0 <= value <= 1e9:
-        raise Refused(f"{value} is no number of seconds")
+        raise Refused(f"{value} is not a valid number of seconds")
     return value
 
 
@@ -274,6 +275,6 @@ def check_layouts(node: str, layouts: Mapping[str, str], policies: Sequence[Any]
         if layouts.get(policy.name, policy.layout) != policy.layout:
             raise Refused(
                 f"node {node!r} has a {policy.name} of layout {layouts[policy.name]}, the "
-                f"trainer's is {policy.layout}: start the node with the model, the dtype and the "
-                "tokenizer that are trained"
+                f"trainer's is {policy.layout}: start the node with the trainer's model, dtype "
+                "and tokenizer"
             )

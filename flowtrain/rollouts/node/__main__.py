@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_COMMAND,
         description=__doc__,
-        epilog=f"  --{own_keys}\n\npython -m flowtrain.train --help says what they mean.",
+        epilog=f"  --{own_keys}\n\npython -m flowtrain.train --help explains them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dataflow",
         metavar="URL",
         required=True,
-        help=f"address of the service; {TOKEN_VARIABLE} is the token for it",
+        help=f"address of the service; {TOKEN_VARIABLE} holds the token for it",
     )
     parser.add_argument(
         "--store",
@@ -120,8 +120,8 @@ def _parser() -> argparse.ArgumentParser:
         "--cache",
         metavar="FOLDER",
         type=Path,
-        help="folder for weights on their way, with which a node that is started again goes on; "
-        "default: a temporary one",
+        help="folder for downloaded weights, which a restarted node reuses; default: a temporary "
+        "one",
     )
     host = re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname())[:80]
     parser.add_argument(

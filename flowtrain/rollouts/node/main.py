@@ -48,7 +48,7 @@ def run(options: Namespace, args: Sequence[str], token: str) -> None:
             except (PoliciesChanged, ExceptionGroup) as error:
                 if isinstance(error, ExceptionGroup) and not error.subgroup(PoliciesChanged):
                     raise _cause(error) from None
-            _log.warning("another policy is trained now: the engines start again")
+            _log.warning("the trained policy has changed: restarting the engines")
             member = NodeClient(client, options.name)
     print(f"{options.name}: {num_pushed} groups pushed", file=sys.stderr)
 
@@ -104,7 +104,9 @@ def _until_signalled(node: Node) -> int:
         if signalled_at and time.monotonic() - signalled_at > _ECHO_S:
             os._exit(1)
         if not signalled_at:
-            notice = "giving leases back, pushing what is done (once more to end at once)"
+            notice = (
+                "returning leases and pushing finished groups (interrupt again to stop at once)"
+            )
             print(f"\n{notice}", file=sys.stderr, flush=True)
             signalled_at = time.monotonic()
             begin(stop())

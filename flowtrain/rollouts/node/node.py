@@ -248,7 +248,9 @@ class Node:
             if failures.subgroup((EngineError, UserError)) is not None:
                 raise
             _log.exception(
-                "work item %d (task %s) failed and goes back", lease.work_item, lease.task.id
+                "work item %d (task %s) failed and is returned to the service",
+                lease.work_item,
+                lease.task.id,
             )
             cause = failures.exceptions[0]
             await self._give_up(item, f"{type(cause).__name__}: {cause}")
@@ -302,9 +304,11 @@ class Node:
                 raise  # no other group would be taken either
             except Refused as refusal:
                 _log.error(
-                    "the group of work item %d is refused: %s", item.lease.work_item, refusal
+                    "the service rejected the group of work item %d: %s",
+                    item.lease.work_item,
+                    refusal,
                 )
-                await self._give_up(item, f"its group was refused: {refusal}")
+                await self._give_up(item, f"the service rejected its group: {refusal}")
             else:
                 self._forget(item)
                 self._num_failures = 0
@@ -320,9 +324,7 @@ class Node:
         await self._member.release([key_of(item.lease)], reason, is_failure=True)
         self._forget(item)
         if self._num_failures >= _MAX_FAILURES:
-            raise UserError(
-                f"{self._num_failures} work items in a row could not be done; the last: {reason}"
-            )
+            raise UserError(f"{self._num_failures} work items in a row failed; the last: {reason}")
 
     def _forget(self, item: _WorkItem) -> None:
         del self._items[key_of(item.lease)]
@@ -339,8 +341,9 @@ class Node:
                 # slower.
                 if key[0] in answer.lost and not item.payload:
                     _log.warning(
-                        "the lease of work item %d is lost: its rollouts end; the last renewals "
-                        "were answered %.1f s apart, dataflow.lease_s=%g should be 3 times as much",
+                        "the lease of work item %d is lost, so its rollouts are cancelled; the "
+                        "last renewals were answered %.1f s apart, and dataflow.lease_s=%g should "
+                        "be at least 3 times as long",
                         *(key[0], silent_s, lease_s),
                     )
                     assert item.task is not None, "set when it began"
@@ -366,7 +369,7 @@ class Node:
         try:
             answers = await asyncio.wait_for(work, _LEAVE_S)
         except TimeoutError:
-            _log.error("%d work items could not be handed over: no answer", len(self._items))
+            _log.error("%d work items could not be returned: no answer", len(self._items))
             return
         self._num_pushed += sum(
             isinstance(answer, Pushed) and item.lease.evaluation is None
@@ -375,7 +378,7 @@ class Node:
         for error in (answer for answer in answers if isinstance(answer, Exception)):
             if isinstance(error, NotAllowed):
                 continue  # the error that ends the node says so
-            _log.error("a work item could not be handed over: %s", error)
+            _log.error("a work item could not be returned: %s", error)
 
     async def _disown(self) -> None:
         try:

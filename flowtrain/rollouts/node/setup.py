@@ -52,7 +52,8 @@ def check(config: Config) -> None:
     load_algorithm(config).check_nodes()
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
-            "a node is one process: start it without torchrun, once per GPU (CUDA_VISIBLE_DEVICES)"
+            "a node runs in one process: start it without torchrun, once per GPU "
+            "(CUDA_VISIBLE_DEVICES)"
         )
 
 
@@ -60,13 +61,13 @@ def store_of(
     policies: Mapping[str, PolicyState], locations: Mapping[str, str], names: tuple[str, ...]
 ) -> dict[str, str]:
     """Return the weight stores of the trained policies: those of the command line, else those that
-    their trainers named. One that is given for "" is that of the first of `names`.
+    their trainers named. A store given for "" belongs to the first of `names`.
     """
     locations = {name or names[0]: location for name, location in locations.items()}
     for name, location in locations.items():
         if name not in names:
             choices = ", ".join(names)
-            raise UserError(f"--store {name}={location}: this run has the policies {choices}")
+            raise UserError(f"--store {name}={location}: the policies of this run are {choices}")
     return {**{name: state.store for name, state in policies.items() if name in names}, **locations}
 
 
@@ -140,7 +141,7 @@ def _make_answer(
 
 
 def _branches(components: RunComponents) -> bool:
-    """Tell whether some rollouts of a group leave others of it."""
+    """Return whether some rollouts of a group leave others of it."""
     return components.algorithm.num_roots != components.config.rollout.group_size
 
 

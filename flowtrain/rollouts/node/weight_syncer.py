@@ -111,8 +111,7 @@ class WeightSyncer:
                 last_lag = lag
             if policy not in self._loaded and loop.time() > deadline:
                 raise Outage(
-                    f"{lag}, after dataflow.wait_s={self._patience_s:g} seconds; --store says "
-                    "where they are"
+                    f"{lag}, after dataflow.wait_s={self._patience_s:g} seconds; check --store"
                 )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_RETRY_S if lag else None):
@@ -146,7 +145,7 @@ class WeightSyncer:
         if announced is not None and version < announced:
             return (
                 f"{store} is at version {newest} of the {policy}, the trainer at {announced}: "
-                f"sampling with {version} meanwhile"
+                f"sampling continues with {version}"
             )
         return ""
 

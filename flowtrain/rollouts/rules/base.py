@@ -29,7 +29,7 @@ class Outcome:
 
     @property
     def is_mixed(self) -> bool:
-        """Tell whether rewards differ by more than rounding: the group has something to teach."""
+        """Return whether rewards differ by more than rounding: the group has something to teach."""
         return len(self.rewards) > 1 and max(self.rewards) - min(self.rewards) > 1e-6
 
 

@@ -73,7 +73,7 @@ def _make(key: str, name: str, config: Config) -> Any:
     origin, group = f"dataflow.{key}={name!r}", f"flowtrain.{kind}s"
     built_in = plugins.built_in(group, "flowtrain.rollouts.rules", BUILT_IN[kind])
     factory: Any = plugins.load(name, origin, kind.replace("_", " "), group, built_in)
-    with nullcontext() if name in built_in else foreign(f"{origin} cannot be made"):
+    with nullcontext() if name in built_in else foreign(f"{origin} cannot be constructed"):
         rule = _call(name.rpartition(":")[2], factory, config.options_of(name))
     if missing := [name for name in METHODS[kind] if not callable(getattr(rule, name, None))]:
         raise UserError(f"{origin} has no method {missing[0]}; it needs {', '.join(METHODS[kind])}")

@@ -1,4 +1,4 @@
-"""One connection to an MCP server, which all rollouts of a process share.
+"""A connection to an MCP server, shared by all rollouts of a process.
 
 A server that has died, or does not even list its tools after a call failed, is started once more,
 and so after each later call that fails so.
@@ -146,7 +146,7 @@ class Connection:
             yield streams
 
     def _problem(self, error: BaseException) -> str:
-        """Say on one line what failed, in the server's words where it has any."""
+        """Return the cause of a failure in one line, in the server's words if available."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         text = str(error) if isinstance(error, MCPError | OSError) else ""
@@ -189,7 +189,7 @@ class _Link:
             await self._over.wait()
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        """Tell those who wait for the client why it has not come."""
+        """Pass the cause of a failed connection to the waiting callers."""
         error = None if task.cancelled() else task.exception()
         if not self._ready.done():
             cancelled = ConnectionError("it was cancelled")

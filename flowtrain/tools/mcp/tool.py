@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class McpTool(Tool):
-    """One tool of a server. Safe to share."""
+    """A tool of an MCP server. Safe to share."""
 
     def __init__(self, connection: Connection, card: ToolCard, name: str) -> None:
         """`name` is the server's for it."""
@@ -57,7 +57,7 @@ class Server:
         """Connect. Raises UserError for a server that cannot be reached, or lacks a variable."""
         key = f"mcp.{name}"
         if not options.command and not options.url:
-            raise UserError(f"{key}: give {key}.command or {key}.url")
+            raise UserError(f"{key}: set {key}.command or {key}.url")
         token = ""
         if options.token_env:
             token = key_from_env(options.token_env, f"{key}.token_env", options.url)

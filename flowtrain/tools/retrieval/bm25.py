@@ -26,7 +26,7 @@ if _jax is not None:
 
 
 class Bm25:
-    """Ranks the texts that it was built from. It never changes, so threads may share it."""
+    """Ranks the texts that it was built from. The index is immutable, so threads may share it."""
 
     def __init__(self, index: bm25s.BM25, vocabulary: Mapping[str, int]) -> None:
         self._index = index

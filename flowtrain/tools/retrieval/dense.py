@@ -79,7 +79,7 @@ def embedder(config: Config, key: str, name: str) -> Embedder | None:
     """Return the embedder of the table in [engines] that a config key names; None for ""."""
     if name and name not in config.engines:
         raise UserError(
-            f"{key}={name!r} is no table of [engines]; there are: "
+            f"{key}={name!r} is not in [engines], which defines: "
             f"{', '.join(config.engines) or 'none'}"
         )
     return Embedder(name, config.engines[name]) if name else None

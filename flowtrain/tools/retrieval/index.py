@@ -69,7 +69,8 @@ def _read_stamp(folder: Path) -> Stamp | None:
 def _build(folder: Path, corpus: Corpus, stamp: Stamp) -> None:
     if folder.exists() and _read_stamp(folder) is None:
         raise UserError(
-            f"corpus.index={str(folder)!r} exists and is no index of ours; name another folder"
+            f"corpus.index={str(folder)!r} exists and is not a flowtrain index; choose another "
+            "folder"
         )
     with tempfile.TemporaryDirectory(
         dir=folder.parent, prefix=f"{folder.name}.part-", ignore_cleanup_errors=True

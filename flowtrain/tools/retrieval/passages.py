@@ -17,7 +17,7 @@ from flowtrain.utils.errors import user_error
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """One text that a search finds."""
+    """A text that a search returns."""
 
     text: str
     title: str = ""

@@ -47,8 +47,7 @@ def make_checker_sandbox(
     package: str, time_limit_s: float, memory_mb: int, max_output_chars: int = 4000
 ) -> ProcessSandbox:
     """Make the sandbox for a package that checks answers, or reads pages, on which hostile ones may
-    hang. It runs none of them as code, and so gets limits where agent.sandbox = "auto" finds
-    nothing better.
+    hang. None of them runs as code, so "auto" falls back to limits.
     """
     agent = Agent(
         sandbox=_of_checkers["sandbox"],
@@ -75,7 +74,7 @@ def _backend(agent: Agent, only_parses: bool) -> Backend:
     if agent.sandbox == "auto" and only_parses:
         return limits.backend(packages)
     raise UserError(
-        f"agent.sandbox={agent.sandbox!r}: {reason}. Install it (apt-get install bubblewrap) "
-        "and allow namespaces; or, where nothing of value can be read, set "
-        "agent.sandbox = 'limits', which keeps code from no file (docs/tools.md)"
+        f"agent.sandbox={agent.sandbox!r}: {reason}. Install it (apt-get install bubblewrap) and "
+        "allow namespaces; or, if the machine holds nothing confidential, set agent.sandbox = "
+        "'limits', which protects no files (docs/tools.md)"
     )

@@ -2,8 +2,8 @@
 
 The code sees a read-only root with the interpreter, its standard library, the system's shared
 libraries and the folders of the granted packages, and an empty /scratch in memory that ends with
-the run. It sees no network device but a dead loopback, no process but its own, no shell, no host
-name and no environment.
+the run. The code has no network device but a dead loopback, sees no other process, no shell, no
+host name and no environment.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The fork server behind `host.py`: runs each piece of untrusted Python in a fresh process.
 
-It is a script for an interpreter with an environment and open files of its own. Its argument is a
-`Setup` as JSON. Requests come in on stdin and answers go out on stdout, each a 4-byte big-endian
-length and a JSON object:
+The script runs in an interpreter with its own environment and open files. Its argument is a `Setup`
+as JSON. Requests come in on stdin and answers go out on stdout, each a 4-byte big-endian length and
+a JSON object:
 
     <-  {}                        the server is ready
     ->  {"code": str, "timeout_s": float, "wall_s": float, "memory_mb": int, "max_chars": int}
@@ -13,8 +13,8 @@ The output is what was printed before the error, too.
 The kernel confines the code, not Python: before its first line runs, the process has no file open
 but an empty stdin and one pipe, cannot gain privileges, has caps on memory, time and files, and a
 seccomp filter (`filters.py`) refuses every system call that is not on a list. So Python's own
-tricks to reach hidden objects reach nothing. It has no other processes, threads, sockets, signals
-and executes no file. The host decides which files there are.
+tricks to reach hidden objects reach nothing. The code gets no processes, threads, sockets or
+signals, and executes no file. The host decides which files there are.
 
 The server alone decides the status of a run; the code can only choose its output, its exit status
 and the wording of its own exception.
@@ -59,7 +59,7 @@ ENCODINGS = (
     *("utf-8-sig", "utf-16", "cp1250", "cp1251", "cp1252", "cp1254", "iso8859-2", "iso8859-15"),
     *("koi8-r", "cp874", "gb18030", "big5", "cp932", "euc-jp", "cp949"),
 )
-"""Those of pages on the web."""
+"""Encodings of web pages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class CodeResult:
     """The outcome of one run."""
 
     output: str = ""
-    """What the code printed, or the value of the expression; "" with an error."""
+    """The printed text of the code, or the value of the expression; "" with an error."""
     error: str | None = None
     """Why it failed."""
     wall_s: float = 0.0
@@ -67,8 +67,8 @@ class ProcessSandbox:
     async def run(self, code: str) -> CodeResult:
         """Run the code; raises ToolError only when the sandbox is closed.
 
-        It takes at most the limit's wall time and a few START_S, from when a worker is free.
-        A run whose awaiting task is cancelled holds one worker until its time limit.
+        Once a worker is free, a run takes at most the limit's wall time and a few START_S. A run
+        whose awaiting task is cancelled holds one worker until its time limit.
         """
         return await asyncio.wrap_future(self._workers.submit(code))
 

@@ -44,6 +44,6 @@ def warning(is_root: bool, has_seccomp: bool) -> str:
     if not has_seccomp:
         can += ["USE THE NETWORK"] if is_root else ["USE THE NETWORK", "KILL YOUR PROCESSES"]
     return (
-        f"sandbox 'limits': code that a model wrote can {' and '.join(can)}; install bubblewrap, "
-        "or use a container of its own"
+        f"sandbox 'limits': model-written code can {' and '.join(can)}; install bubblewrap, or "
+        "run in a separate container"
     )

@@ -18,8 +18,7 @@ def folders(packages: Sequence[str]) -> tuple[str, ...]:
         spec = find_spec(name) if name.isidentifier() else None
         if spec is None or not spec.has_location or spec.origin is None:
             raise UserError(
-                f"agent.python_packages: no package {name!r} is installed that could be imported "
-                "by this name"
+                f"agent.python_packages: no installed package can be imported as {name!r}"
             )
         file = Path(spec.origin).resolve()
         paths[str(file.parents[1] if spec.submodule_search_locations else file.parent)] = None

@@ -1,4 +1,4 @@
-"""One fork server (`child.py`): its process, and the socket over which it is asked for runs."""
+"""A fork server (`child.py`): its process, and the socket for its requests."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ CHILD = Path(__file__).with_name("child.py")
 _MAIN = "import sys; exec(compile(open(sys.argv.pop(1)).read(), '<sandbox>', 'exec'))"
 """Runs the file under a name that tells the code nothing about where it lies."""
 START_S = 60.0
-"""Wall time that a fork server may take to start; 0.1 s is usual, a cold disk takes longer. It may
-take as long to answer, beyond the wall time of the run.
-"""
+"""Wall time that a fork server may take to start (usually 0.1 s, longer on a cold disk), and that
+an answer may take beyond the wall time of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class Backend:
 
 
 class Server:
-    """One fork server. One thread at a time talks to it; any thread may kill it."""
+    """A fork server process. A single thread at a time uses it; any thread may kill it."""
 
     def __init__(self, backend: Backend) -> None:
         """Start the process; `start` waits until it is ready."""

@@ -100,8 +100,8 @@ def key_from_env(variable: str, key: str, provider: str) -> str:
     value = os.environ.get(variable, "").strip()
     if not (value and value.isascii() and value.isprintable()):
         raise UserError(
-            f"{key}={variable!r}: this environment variable holds nothing that {provider} could "
-            f"use; export {variable}=..."
+            f"{key}={variable!r}: this environment variable holds no valid key for {provider}; "
+            f"export {variable}=..."
         )
     return value
 

@@ -28,8 +28,8 @@ class Cache(Generic[T]):
         self._waiting: Counter[asyncio.Task[T]] = Counter()
 
     async def get(self, key: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return what is kept, or else what `ask` returns, which all who wait for it share: its
-        errors too, which are not kept. It is cancelled with the last of them.
+        """Return the cached value, or else the result of `ask`, which concurrent callers share.
+        Errors are shared but not cached. Cancelling all callers cancels the request.
         """
         if key in self._entries:
             self._entries.move_to_end(key)

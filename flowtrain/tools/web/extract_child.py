@@ -19,7 +19,7 @@ _WIDER = {
     **dict.fromkeys(("euc-kr", "ks_c_5601-1987", "ksc5601"), "cp949"),
     "tis-620": "cp874",
 }
-"""What browsers read under these labels (the WHATWG's encoding standard)."""
+"""Encodings that browsers use for these labels (the WHATWG's encoding standard)."""
 _BOMS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 _FEW = 2
 

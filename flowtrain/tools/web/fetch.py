@@ -35,7 +35,7 @@ class Page:
     url: str
     """URL after redirects."""
     content_type: str
-    """One of READABLE."""
+    """Content type, one of READABLE."""
     charset: str
     """Charset of the header, or ""."""
     body: bytes

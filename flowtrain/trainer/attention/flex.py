@@ -61,9 +61,9 @@ class FlexTree:
     flash: bool
     """FlashAttention 4's kernels, which the package flash-attn-4 brings."""
     beside: FlexTree | None = None
-    """What is left beside rectangles; None: there are none."""
+    """The rest of the tree beside rectangles; None without rectangles."""
     roots: Sequence[Root] = ()
-    """Those that are rectangles, in a row that begins with no other tokens."""
+    """The roots computed as rectangles, in a row that starts with them."""
     masks: dict[int | None, BlockMask] = field(default_factory=dict)
     """By window; those that a layer has asked for."""
 
@@ -178,7 +178,9 @@ class FlexTree:
             pairs = zip(*before, fills, (key_1HND, value_1HND), strict=True)
             key_1HND, value_1HND = (torch.cat(parts, 2) for parts in pairs)
         if self.flash and (window or sink_H is not None):
-            raise UserError("train.attention='flash' knows no windows and no sinks: take 'flex'")
+            raise UserError(
+                "train.attention='flash' supports neither windows nor sinks: use 'flex'"
+            )
         inputs = query_1HND, key_1HND, value_1HND
         out, lse = self._run(*inputs, scaling, window, has_lse=sink_H is not None)
         if sink_H is not None:
@@ -230,7 +232,7 @@ class FlexTree:
 
 
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, *options: object) -> bool:
-    """Tell whether a library's call can have a part of a layer: cuDNN knows 16 bits alone."""
+    """Return whether a library's call can have a part of a layer: cuDNN knows 16 bits alone."""
     has_none = all(option is None for option in options)
     return has_none and key.shape == value.shape and query.itemsize <= (2 if query.is_cuda else 8)
 

@@ -1,9 +1,9 @@
 """Attention over a packed row on a CPU: its segments side by side.
 
-A row of N tokens is a forest (see `packing.py`). It falls into segments, runs of tokens without a
-branch; the queries of a segment see the keys of its ancestors and, causally, its own. Segments are
-computed in blocks of similar shape padded to the largest of the block, so that no N x N mask exists
-and hardly a FLOP is spent on padding or between branches.
+A row of N tokens is a forest (see `packing.py`). A row consists of segments, runs of tokens without
+a branch; the queries of a segment see the keys of its ancestors and, causally, its own. Segments
+are computed in blocks of similar shape padded to the largest of the block, so that no N x N mask
+exists and hardly a FLOP is spent on padding or between branches.
 
 Under a window of W a token sees itself and the W - 1 before it on its path. Segments are then cut
 into pieces of at most W tokens, and of a piece's ancestors the last W - 1 are left. A sink is a

@@ -34,7 +34,7 @@ with Triton's kernels, with cuDNN's for the rectangles of a tree, or with FlashA
 "flex" on a GPU, else "sdpa"."""
 NAME = NAMES["auto"]
 _LEFT_OUT = ("softcap", "position_bias", "alibi")
-"""What transformers hands to attention in some models, and trees do not compute."""
+"""Attention arguments of transformers that trees do not support."""
 SLIDING = "sliding_attention"
 """A layer with a window, in a config's `layer_types`."""
 RECURRENT = "linear_attention"
@@ -54,7 +54,7 @@ class BelowPath(NamedTuple):
 def name_of(kind: str, device: torch.device) -> str:
     """The name of a kind, which must be one for this device."""
     if kind not in ("auto", "sdpa") and device.type != "cuda":
-        raise UserError(f"train.attention = {kind!r} needs a GPU, and the model runs on {device}")
+        raise UserError(f"train.attention = {kind!r} needs a GPU, but the model runs on {device}")
     return NAMES[kind]
 
 
@@ -111,9 +111,9 @@ def forest_attention(
     if not (getattr(module, "is_causal", True) and others.get("is_causal", True)):
         asked.append("is_causal=False")
     if asked:
-        raise UserError(f"its attention wants {', '.join(asked)}")
+        raise UserError(f"its attention needs {', '.join(asked)}")
     if forest is None:
-        raise UserError("it does not hand the structure of a row on to its attention")
+        raise UserError("it does not pass the structure of a row to its attention")
     before: Sequence[tuple[Tensor, Tensor]] = ()
     if isinstance(forest, BelowPath):
         forest, path = forest

@@ -58,7 +58,7 @@ def load_config(path: str, key: str = "model.path", trained: bool = True) -> Pre
     *adapters, base = lora.chain(path, key)
     told = f"{key}={path!r}: base_model_name_or_path" if adapters else key
     _check_there(base, told)
-    with reading(f"{told}={base!r} is no causal language model that transformers can load"):
+    with reading(f"{told}={base!r} is not a causal language model that transformers can load"):
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
     if not trained:
         return config
@@ -77,7 +77,7 @@ def _check_there(path: str, key: str) -> None:
     hub is asked once, where transformers would try for most of a minute.
     """
     if (Path(path) / "model" / "config.json").is_file():
-        raise UserError(f"{key}={path!r} is a checkpoint, whose model is {path}/model")
+        raise UserError(f"{key}={path!r} is a checkpoint; its model is in {path}/model")
     if Path(path).is_dir():
         return
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
@@ -87,10 +87,10 @@ def _check_there(path: str, key: str) -> None:
         if not isinstance(huggingface_hub.try_to_load_from_cache(path, "config.json"), str):
             huggingface_hub.model_info(path, timeout=_HUB_S)
     except RepositoryNotFoundError:
-        raise UserError(f"{nothing}, and no such model in the hub") from None
+        raise UserError(f"{nothing}, and the hub has no such model") from None
     except _HUB_ERRORS as error:
         raise UserError(
-            f"{nothing}; as a name in the hub it could not be reached: {reason_of(error)}"
+            f"{nothing}; looking it up in the hub failed: {reason_of(error)}"
         ) from error
 
 
@@ -117,7 +117,7 @@ def check_config(config: PreTrainedConfig, path: str, key: str = "model.path") -
             f"{reason}"
         ) from error
     if problem:
-        raise UserError(f"{key}={path!r} {problem}; such models cannot be trained yet")
+        raise UserError(f"{key}={path!r} {problem}; training does not support such models yet")
     if getattr(config, "sliding_window", None) and not (
         getattr(config, "layer_types", None) or any(attention.windows_of(config))
     ):
@@ -152,11 +152,11 @@ def _problems(config: PreTrainedConfig) -> Iterator[str]:
     families, of_type = MODEL_FOR_CAUSAL_LM_MAPPING, f"(model_type={config.model_type!r})"
     for name in _OTHER_PARTS:
         if name in config.sub_configs:
-            yield f"is no plain text decoder ({name} in its config)"
+            yield f"is not a plain text decoder ({name} in its config)"
     if config.is_encoder_decoder:
         yield f"is an encoder with a decoder {of_type}"
     if type(config) not in families:
-        yield f"is no causal language model {of_type}"
+        yield f"is not a causal language model {of_type}"
     family, layers = families[type(config)], getattr(config, "layer_types", None) or []
     num_recurrent = layers.count(attention.RECURRENT)
     if num_recurrent or family._is_stateful:
@@ -169,13 +169,13 @@ def _problems(config: PreTrainedConfig) -> Iterator[str]:
     if cap := getattr(config, "attn_logit_softcapping", None):
         yield f"caps its attention logits (attn_logit_softcapping={cap})"
     if getattr(config, "alibi", False):
-        yield "has ALiBi in the place of position ids (alibi=True)"
+        yield "uses ALiBi instead of position ids (alibi=True)"
     for name, value in _options(getattr(config, "rope_parameters", None) or {}):
         if name == "rope_type" and value in _ROW_LENGTH_ROPES:
-            yield f"rotates positions by the length of a sequence (rope_type={value!r})"
+            yield f"scales rotary embeddings by sequence length (rope_type={value!r})"
     # Of a hybrid transformers says no, though its attention comes to ours.
     if not num_recurrent and not family._supports_attention_backend:
-        yield f"has an attention of its own in transformers {of_type}"
+        yield f"has its own attention implementation in transformers {of_type}"
     if found := getattr(config, "quantization_config", None):
         method = found.get("quant_method") if isinstance(found, Mapping) else found.quant_method
         if method != MXFP4:
@@ -244,7 +244,7 @@ def _run_without_memory(config: PreTrainedConfig) -> None:
     model = _without_memory(config)
     decoder = model.get_decoder()
     if not hasattr(decoder, "layers"):
-        raise UserError("its decoder has no list called `layers`")
+        raise UserError("its decoder has no module list `layers`")
     asked, recurrence = _Layers(), _Recurrence()
     delta_net.equip(model)
     recurrent = [layer.layer_idx for layer in delta_net.find_layers(model)]
@@ -253,7 +253,7 @@ def _run_without_memory(config: PreTrainedConfig) -> None:
     with torch.no_grad():
         decoder(input_ids=ids, position_ids=ids, use_cache=False, forest=asked, **more)
     if not recurrence.convs == recurrence.rules == recurrent:
-        raise UserError("its recurrent layers do not hear where the tokens of a row come")
+        raise UserError("its recurrent layers do not receive the positions of a row's tokens")
     windows = attention.windows_of(config)
     num_calls, over = divmod(len(asked.windows), len(windows))
     if not num_calls or over:
@@ -261,6 +261,6 @@ def _run_without_memory(config: PreTrainedConfig) -> None:
     expected = [window for window in windows for _ in range(num_calls)]
     if [attention.hiding(window, config) for window in asked.windows] != expected:
         raise UserError(
-            f"its attention gets the windows {asked.windows}, where its config has {expected}"
+            f"its attention receives the windows {asked.windows}, but its config has {expected}"
         )
     loss.equip(model)

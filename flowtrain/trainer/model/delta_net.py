@@ -33,9 +33,9 @@ from flowtrain.trainer.tree_shape import Segment, segments
 from flowtrain.trainer.walk import OpenPath
 
 _NAMES = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
-"""What a family's module calls them."""
+"""Names of the functions in a family's module."""
 _OPTIONS = ("use_qk_l2norm_in_kernel",)
-"""What is handed on to a rule as the layer says it."""
+"""Options that a layer passes to its rule."""
 _SIMILAR = 4 / 3
 """Lengths in a group differ by less than this factor."""
 _SHORT = 16
@@ -60,7 +60,7 @@ class Functions:
 
 
 class Recurrence(Protocol):
-    """It knows where the tokens of a pass come in their texts; passes have it as `recurrence`."""
+    """Holds the positions of a pass's tokens in their texts; passes have it as `recurrence`."""
 
     def conv(self, layer: int, functions: Functions, x_1CN: Tensor, *rest: Any) -> Tensor:
         """Return [1, C, N]; `rest`: the weight, its bias, and the name of the activation."""

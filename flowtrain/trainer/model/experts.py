@@ -48,9 +48,9 @@ class Form:
     is_normalised: bool
     """Scores are divided by their sum over the chosen experts."""
     scale: float
-    """What they are multiplied by."""
+    """Factor of the scores."""
     is_fp32: bool
-    """They stay in fp32, whatever the dtype of the logits."""
+    """Scores stay in fp32, whatever the dtype of the logits."""
     num_experts: int = 0
     """E"""
     num_chosen: int = 0
@@ -82,7 +82,7 @@ class ReplayedRouter(nn.Module):
     """uint8 or int16, set by `replaying`; tokens beyond its end, which fill a row up, take their
     own."""
     chosen_NC: Tensor | None = None
-    """What the router itself chose in the last pass, in the same dtype."""
+    """The router's own choice in the last pass, in the same dtype."""
 
     @torch.compiler.disable  # what it is given changes with every row
     def forward(self, hidden_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -222,13 +222,13 @@ class RouteMetrics:
 
 
 def problem(model: PreTrainedModel) -> str:
-    """Say why the routes of a mixture could not be replayed; "" if they can be."""
+    """Return why the routes of a mixture cannot be replayed; "" if they can."""
     found = find_routers(model)
     if not found:
         return "transformers does not name its routers"
     if not model._can_set_experts_implementation():
-        return "its experts cannot be computed by grouped products"
-    return "" if form_of(found) else f"{type(found[0]).__name__} weighs experts in its own way"
+        return "its experts do not support grouped matrix products"
+    return "" if form_of(found) else f"{type(found[0]).__name__} uses unsupported expert weights"
 
 
 def find_routers(model: nn.Module) -> list[nn.Module]:

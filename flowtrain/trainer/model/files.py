@@ -47,7 +47,7 @@ def reading(problem: str) -> Iterator[None]:
 def reason_of(error: Exception) -> str:
     """Return why a library cannot load something, in one line."""
     if "trust_remote_code" in str(error):
-        return "it needs code of its own (auto_map), and code of a model never runs"
+        return "it requires custom code (auto_map), which flowtrain never runs"
     text = printable(" ".join(str(error).split()), keep="")[:_MAX_CHARS].rstrip()
     is_bare = isinstance(error, LookupError) or not text
     return f"{type(error).__name__} {text}".rstrip() if is_bare else text
@@ -73,8 +73,9 @@ def weight_files(path: str, key: str) -> list[Path]:
         return files
     if others := [file.name for kind in _OTHERS for file in sorted(folder.glob(kind))]:
         raise UserError(
-            f"{key}={path!r} has its weights in {others[0]}, and {_WHOLE} alone is read: convert "
-            f"them, as by AutoModelForCausalLM.from_pretrained({path!r}).save_pretrained(FOLDER)"
+            f"{key}={path!r} has its weights in {others[0]}, but only {_WHOLE} is supported: "
+            "convert them, for example with "
+            f"AutoModelForCausalLM.from_pretrained({path!r}).save_pretrained(FOLDER)"
         )
     return []
 
@@ -92,7 +93,7 @@ def stored(path: str, key: str) -> dict[str, tuple[Path, str]]:
 
 
 def has_own_head(path: str, key: str, ties: Mapping[str, str]) -> bool:
-    """Tell whether the files of a folder hold a tensor apart from the one that the config ties it
+    """Return whether the files of a folder hold a tensor apart from the one that the config ties it
     to: another tensor, not a copy.
     """
     # Files of a model with more parts have other beginnings of names.

@@ -160,7 +160,7 @@ def with_names(function: FunctionType, names: Mapping[str, Any]) -> FunctionType
 def _is_rotary(
     function: Callable[..., Any], dtype: torch.dtype, of_tables: torch.dtype, share: int = 1
 ) -> bool:
-    """It rotates queries and keys of this dtype as we do, or the first half of them (share 2)."""
+    """Return whether it rotates queries and keys, or their first half (share 2), as we do."""
     query, key = _drawn((1, 3, _ROWS, _SIZE), dtype)
     tables = _drawn((1, _ROWS, _SIZE // share), of_tables)
     expected = rotary(query, key[:, :1], *tables)

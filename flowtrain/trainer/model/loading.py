@@ -60,7 +60,7 @@ def load_tokenizer(path: str, key: str = "model.path") -> PreTrainedTokenizerFas
         tokenizer = kind.from_pretrained(home, trust_remote_code=False)
         ids = tokenizer.encode("a")
     if not ids:
-        raise UserError(f"{key}={path!r} has no tokenizer beside its weights")
+        raise UserError(f"{key}={path!r} has no tokenizer next to its weights")
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {key}={path!r} has no end-of-sequence token")
     return tokenizer
@@ -70,7 +70,7 @@ def load_model(
     path: str, dtype: torch.dtype, attn: str = attention.NAME, key: str = "model.path"
 ) -> PreTrainedModel:
     """A causal language model on the CPU, with a saved adapter merged into it. `attn` is the
-    attention of packed rows, or one of transformers' own. What cannot be trained is refused before
+    attention of packed rows, or one of transformers' own. Unsupported models are rejected before
     weights are read. Of a model with a vision part, its text decoder.
     """
     if lora.is_adapter(path):
@@ -79,7 +79,7 @@ def load_model(
         _check_finite(model, f"{key}={path!r}")
         return model
     config = load_config(path, key)
-    with reading(f"{key}={path!r} is no causal language model that transformers can load"):
+    with reading(f"{key}={path!r} is not a causal language model that transformers can load"):
         model, found = AutoModelForCausalLM.from_pretrained(
             path,
             **_what_is_loaded(path, config),
@@ -100,19 +100,19 @@ def _check_loaded(model: PreTrainedModel, found: Mapping[str, Any], path: str, k
     if wrong := sorted(found["mismatched_keys"]):
         name, there, here = wrong[0]
         raise UserError(
-            f"{what} holds {name} of shape {tuple(there)}, where its config says {tuple(here)}"
+            f"{what} holds {name} of shape {tuple(there)}, but its config says {tuple(here)}"
         )
     if missing := sorted(found["missing_keys"]):  # transformers would leave them random
         raise UserError(f"{what} lacks {len(missing)} of its tensors, such as {missing[0]}")
     if others := sorted(found["unexpected_keys"]):
-        _log.warning("%s: %d tensors, such as %s, are left out", path, len(others), others[0])
+        _log.warning("%s: %d tensors, such as %s, are not loaded", path, len(others), others[0])
     parents = {name for name, module in model.named_modules() if module._parameters}
     if extra := [name for name in others if name.rpartition(".")[0] in parents]:
-        raise UserError(f"{what} holds {extra[0]}, which its config leaves out")
+        raise UserError(f"{what} holds {extra[0]}, which its config does not include")
     if getattr(model.config, "tie_word_embeddings", False) and not tied_names(model):
         raise UserError(
-            f"{what} has a head of its own, and its config says tie_word_embeddings=true: download "
-            "it, and name the folder"
+            f"{what} has a separate head, but its config says tie_word_embeddings=true: download "
+            "it and use the folder"
         )
     weights = model.state_dict()
     for name, (_, dtype) in stored(path, key).items():
@@ -125,17 +125,17 @@ def _check_finite(model: PreTrainedModel, what: str) -> None:
     for name, weight in model.named_parameters():
         # A sum is finite, but where fp16 ends.
         if not weight.sum().isfinite() and not weight.isfinite().all():
-            raise UserError(f"{what} holds numbers in {name} that are not finite")
+            raise UserError(f"{what} holds non-finite numbers in {name}")
 
 
 def _what_is_loaded(path: str, config: PreTrainedConfig) -> dict[str, Any]:
     """Return the config by which a model is loaded, and the way to undo its quantisation."""
     stored = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if type(stored) is not type(config):
-        _log.warning("%s: of its parts, the text decoder alone is loaded and saved", path)
+        _log.warning("%s: only the text decoder is loaded and saved", path)
     if not hasattr(stored, "quantization_config"):
         return {"config": config}
-    _log.warning("%s holds weights in mxfp4, which are dequantised while they are loaded", path)
+    _log.warning("%s holds mxfp4 weights, which are dequantised during loading", path)
     return {"config": stored, "quantization_config": Mxfp4Config(dequantize=True)}
 
 

@@ -51,8 +51,8 @@ def add_adapter(
     }
     if unknown := [target for target in lora.targets if target not in linear]:
         raise UserError(
-            f"lora.targets={list(lora.targets)}: {unknown[0]!r} is no linear layer of {base!r}, "
-            f"which has {', '.join(sorted(linear))}"
+            f"lora.targets={list(lora.targets)}: {unknown[0]!r} is not a linear layer of "
+            f"{base!r}, which has {', '.join(sorted(linear))}"
         )
     spec = LoraConfig(
         r=lora.rank,
@@ -69,7 +69,7 @@ def add_adapter(
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Tell whether `add_adapter` was called on the model."""
+    """Return whether `add_adapter` was called on the model."""
     return bool(_layers(model))
 
 
@@ -151,12 +151,12 @@ def save_config(model: nn.Module, path: Path) -> None:
 
 
 def is_adapter_name(name: str) -> bool:
-    """Tell whether a saved tensor is A or B of an adapter, by its name."""
+    """Return whether a saved tensor is A or B of an adapter, by its name."""
     return name.startswith(ADAPTER_PREFIX)
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Tell whether a folder holds an adapter instead of a model."""
+    """Return whether a folder holds an adapter instead of a model."""
     return (Path(path) / _CONFIG).exists()
 
 
@@ -221,7 +221,7 @@ def merge_saved(model: PreTrainedModel, path: str, key: str = "model.path") -> P
 
     with reading(f"{key}={path!r} is no adapter that peft can merge into its model"):
         if not (Path(path) / WEIGHTS).exists():
-            raise UserError(f"{key}={path!r} lacks {WEIGHTS}, which alone is read of an adapter")
+            raise UserError(f"{key}={path!r} lacks {WEIGHTS}, the only supported adapter file")
         adapted = PeftModel.from_pretrained(model, path)
         own = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
         with safe_open(Path(path) / WEIGHTS, "pt") as tensors:
@@ -229,8 +229,8 @@ def merge_saved(model: PreTrainedModel, path: str, key: str = "model.path") -> P
         others = (own - there) | {name for name in there - own if "lora_" in name}
         if others:
             raise UserError(
-                f"{key}={path!r}: {WEIGHTS} is not of {_CONFIG}: {len(others)} tensors differ, "
-                f"such as {min(others)}"
+                f"{key}={path!r}: {WEIGHTS} does not match {_CONFIG}: {len(others)} tensors "
+                f"differ, such as {min(others)}"
             )
         if getattr(model.config, "tie_word_embeddings", False) and _changes_embeddings(model):
             _untie(model)
@@ -239,8 +239,8 @@ def merge_saved(model: PreTrainedModel, path: str, key: str = "model.path") -> P
 
 
 def unties(model: PreTrainedModel, path: str, key: str = "model.path") -> bool:
-    """Tell whether a saved adapter changes the head or the embeddings of a model, which is tried on
-    one without memory.
+    """Return whether a saved adapter changes the head or the embeddings of a model, which is tried
+    on one without memory.
     """
     from peft import PeftConfig, get_peft_model
 

@@ -1,1 +1,1 @@
-"""A run put together: the loop's verbs, the dry run, logging, checkpoints."""
+"""Assembly of a run: the verbs of the loop, dry run, logging and checkpoints."""

@@ -1,8 +1,8 @@
-"""A look at a run before it begins, `--run.dry_run true`: all that it reads is loaded and checked,
-two rollouts are made and shown, and nothing is written.
+"""Dry run of a training run, `--run.dry_run true`: loads and checks all inputs, shows two scored
+rollouts, and writes nothing.
 
-One rank does all of it; the others only join, so that the memory is planned for as many as there
-are. A model that is made for the run, and the verdicts of a judge, pass through a temporary folder.
+A single rank does the work; the others only join, so that the memory plan covers all ranks. A model
+that is made for the run, and the verdicts of a judge, pass through a temporary folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from flowtrain.utils.text import printable
 from flowtrain.weights import WeightStore
 
 NUM_PROMPTS = 200
-"""Tasks whose first prompts are measured."""
+"""Number of tasks whose first prompts are measured."""
 NUM_ROLLOUTS = 2
 _LIMITS = {
     FinishReason.LENGTH: ", by rollout.max_new_tokens = {limit}",
@@ -49,9 +49,9 @@ _BUILT_IN_AGENTS = ("agentflow", "single", "tools")
 
 
 def dry_run(config: Config) -> int:
-    """Show what a run would do, on the main rank, and return its exit code.
+    """Print a preview of a run on the main rank, and return the exit code.
 
-    Raises UserError for whatever would keep the run from starting.
+    Raises UserError for any problem that would prevent the run from starting.
     """
     with ExitStack() as cleanup:
         world = World.join(config.run.device)
@@ -80,7 +80,7 @@ def dry_run(config: Config) -> int:
             _say(f"\n==== rollout {number} of {len(rollouts)}")
             for line in _RolloutText(components, trajectory).lines():
                 _say(line)
-        _say("\na dry run: nothing was written")
+        _say("\ndry run finished: nothing was written")
         if all(trajectory.error for trajectory in rollouts):
             raise UserError(f"all rollouts failed, the first with: {rollouts[0].error}")
     return 0
@@ -105,10 +105,10 @@ class _PromptMeter(NoEngine):
 
 
 def _prompt_lengths(components: RunComponents) -> str:
-    """Measure the first prompts of some tasks, without an analyst's text."""
+    """Return the lengths of some tasks' first prompts, without an analyst's text."""
     config = components.config
     if config.agent.name not in _BUILT_IN_AGENTS or config.agent.environment:
-        return "first prompts: those of the rollouts below, because others' code makes them"
+        return "first prompts: see the rollouts below, because third-party code writes them"
     roles = config.roles.model_copy(update={"analyst": "none"})
     config = config.model_copy(update={"roles": roles})
     components = replace(components, algorithm=components.algorithm.with_config(config))
@@ -125,7 +125,7 @@ def _prompt_lengths(components: RunComponents) -> str:
     too_long = sum(length > max_prompt_tokens for length in lengths)
     return (
         f"first prompts of {len(lengths)} tasks: {min(lengths)} to {max(lengths)} tokens, median "
-        f"{statistics.median(lengths):g}; the model has {positions} positions, of which a response "
+        f"{statistics.median(lengths):g}; the model has {positions} positions, and a response "
         f"takes up to {config.rollout.max_new_tokens}"
         + (f": {too_long} prompts are too long" if too_long else "")
     )
@@ -140,7 +140,8 @@ async def _first_prompts(agent: Agent, tasks: Sequence[Task]) -> list[int]:
             lengths.append(prompt.num_tokens)
         else:
             raise UserError(
-                f"there is no prompt of task {task.id}: {trajectory.error or 'none is asked'}"
+                f"task {task.id} has no prompt: "
+                f"{trajectory.error or 'the agent sampled no response'}"
             )
     return lengths
 
@@ -151,7 +152,7 @@ async def _first_prompts(agent: Agent, tasks: Sequence[Task]) -> list[int]:
 def _roll_out(
     components: RunComponents, folder: Path, cleanup: ExitStack
 ) -> tuple[Trajectory, ...]:
-    """Make and score rollouts of the first questions of a step."""
+    """Return scored rollouts of the first questions of a step."""
     config = components.config
     agent = _agent(components, folder, cleanup)
     tasks = components.tasks.cursor(config.run.seed, 0).take(NUM_ROLLOUTS)
@@ -162,9 +163,7 @@ def _roll_out(
 
 
 def _agent(components: RunComponents, folder: Path, cleanup: ExitStack) -> Agent:
-    """Return the run's agent, with an expert in the place of the policy where its engine is not
-    installed.
-    """
+    """Return the run's agent, with an expert in place of a policy without an installed engine."""
     config = components.config
     missing_reason = _missing_engine(config)
     if missing_reason:
@@ -172,8 +171,8 @@ def _agent(components: RunComponents, folder: Path, cleanup: ExitStack) -> Agent
         agent = components.make_agent(engines, config.agent.max_turns)
         cleanup.callback(agent.close)
         if not isinstance(agent, Flow) or not all(task.plan for task in components.tasks.train):
-            raise UserError(f"{missing_reason}; and no scripted expert knows how to do these tasks")
-        _say(f"rollouts of a scripted expert, because there is no engine: {missing_reason}")
+            raise UserError(f"{missing_reason}; and no scripted expert can solve these tasks")
+        _say(f"rollouts of a scripted expert, because the engine is unavailable: {missing_reason}")
         return scripted(agent, 0.0)
     stores = {}
     if config.model.path == "tiny":  # which no folder has
@@ -189,7 +188,7 @@ def _agent(components: RunComponents, folder: Path, cleanup: ExitStack) -> Agent
 
 
 def _missing_engine(config: Config) -> str:
-    """Say why the engine of the policies cannot be there at all; "" if it can."""
+    """Return why the policies' engine is unavailable; "" if it is available."""
     try:
         if config.rollout.engine == "vllm":
             check_installed()
@@ -251,7 +250,7 @@ class _RolloutText:
 
 
 def _turn_results(turn: Turn) -> Iterator[str]:
-    """Say what a turn did with its response."""
+    """Return the results of a turn as text."""
     for tool_call in turn.tool_calls:
         yield f"tool {tool_call.name}({tool_call.arguments}): {tool_call.result.text}"
     if turn.problem:

@@ -1,6 +1,4 @@
-"""Open a run: all parts, from its newest checkpoint or from `model.path`, and what keeps a run from
-going on.
-"""
+"""Opening of a run from its newest checkpoint or from `model.path`, and the checks before it."""
 
 from __future__ import annotations
 
@@ -47,9 +45,8 @@ SPLITS = "splits"
 def open_run(config: Config, interrupt: Interrupt | None = None) -> Iterator[Run]:
     """Open a run, from its newest checkpoint or from `model.path`; closes it at the end.
 
-    Version `start_step` is then published and loaded. Raises UserError for what the config gets
-    wrong, before the run folder is made, and NothingToDo where more steps are done than asked for.
-    Collective.
+    Publishes and loads version `start_step`. Raises UserError for mistakes in the config, before
+    the run folder exists, and NothingToDo if all requested steps are done. Collective.
     """
     with ExitStack() as cleanup:
         yield _open(config, interrupt or Interrupt(), cleanup)
@@ -100,7 +97,7 @@ def _store(config: Config) -> WeightStore:
 def _open_policy(
     shared: Shared, components: RunComponents, cleanup: ExitStack, first: Run | None = None
 ) -> Run:
-    """Open what trains a policy: the first, or one that goes on from the step of the first."""
+    """Open the trainer of a policy: the first, or one that continues from the step of the first."""
     config, placement, world = components.config, components.placement, components.world
     if first is not None:
         cleanup.enter_context(lock_run_dir(config, world))
@@ -154,7 +151,9 @@ def _open_policy(
 
 
 def _registration(components: RunComponents, step: int) -> Register:
-    """Describe the trained policy to the dataflow, for a run that goes on at `step`."""
+    """Return the registration of the trained policy with the dataflow, for a run that continues at
+    `step`.
+    """
     config, model_config = components.config, components.model.config
     spec, dtype = components.policies[config.train.policy], getattr(torch, config.model.dtype)
     return Register(
@@ -170,8 +169,8 @@ def _registration(components: RunComponents, step: int) -> Register:
 
 
 def check_left(config: Config, world: World) -> None:
-    """Raise NothingToDo for a run that has taken more steps than it is to have: its end would be
-    written over the checkpoint of an earlier step. Writes nothing.
+    """Raise NothingToDo for a run with more steps than requested, whose end would overwrite an
+    earlier checkpoint. Writes nothing.
     """
     num_steps = config.train.num_steps
 
@@ -190,10 +189,10 @@ def check_left(config: Config, world: World) -> None:
 
 
 def check_splits(components: RunComponents) -> None:
-    """Raise UserError where a run that goes on would hold other questions out than at its start:
-    it would train some of those, and be measured on some that it has trained. Collective.
+    """Raise UserError if a resumed run would hold out other questions than at its start, because it
+    would train on held-out questions and be evaluated on trained ones. Collective.
 
-    A run of a version that kept no fingerprints passes.
+    Runs of older versions without fingerprints pass.
     """
     run, current = components.config.run, components.tasks.splits
     manifest_path = Path(run.dir) / "manifest.json"
@@ -207,17 +206,17 @@ def check_splits(components: RunComponents) -> None:
         added = [key for key, value in current.items() if value not in recorded.values()]
         gone = [key for key, value in recorded.items() if value not in current.values()]
         raise UserError(
-            f"{(added or gone)[0]} does not hold out what it did when {run.dir} began, so the run "
-            "would train questions that it was measured on: bring the old file and "
-            "tasks.held_out_share back, or choose another --run.dir"
+            f"{(added or gone)[0]} holds out other questions than at the start of {run.dir}, so "
+            "the run would train on questions from its evaluation: restore the old file and "
+            "tasks.held_out_share, or choose another --run.dir"
         )
 
     on_all_ranks(components.world, check, other_failed=UserError)
 
 
 def resume(run_dir: RunDir, learner: Follower, required_step: int | None = None) -> dict[str, Any]:
-    """Load the newest checkpoint, if the run is to be resumed, or that of `required_step`, where
-    another policy of the run goes on; return the state of the loop.
+    """Load the newest checkpoint, if the run resumes, or the checkpoint of `required_step`, from
+    which another policy continues; return the state of the loop.
     """
     config, world = learner.config, learner.components.world
 
@@ -234,8 +233,8 @@ def resume(run_dir: RunDir, learner: Follower, required_step: int | None = None)
             checkpoint_path = checkpoint.settle(root)
         if required_step and checkpoint_path != checkpoint.place(root, required_step):
             raise UserError(
-                f"{root} has no whole checkpoint of step {required_step}, from which the "
-                f"{config.train.policy} would go on: bring it back, or choose another --run.dir"
+                f"{root} has no complete checkpoint of step {required_step}, from which the "
+                f"{config.train.policy} continues: restore it, or choose another --run.dir"
             )
         return str(checkpoint_path or "")
 
@@ -248,6 +247,6 @@ def resume(run_dir: RunDir, learner: Follower, required_step: int | None = None)
     if state["dataflow"] and not config.dataflow.url:
         raise UserError(
             f"dataflow.url is empty, but {path} was trained from the dataflow "
-            f"{state['dataflow']!r}: name its service"
+            f"{state['dataflow']!r}: set dataflow.url to its service"
         )
     return state

@@ -1,8 +1,8 @@
-"""A training run between its first step and its last: its parts, and the verbs of the loop that
-need several of them. The parts never change once the run is open; what a verb makes, it returns.
+"""A training run between its first and last step: its parts, and the verbs of the loop that need
+several parts. The parts are fixed once the run is open; verbs return their results.
 
-Each policy that a run trains has one: the first samples, measures and says when there is a
-checkpoint, those beside it learn from the same rollouts.
+Each trained policy has a `Run`: the first one samples, evaluates and decides on checkpoints, and
+the others learn from the same rollouts.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Shared:
     """Engines by policy; the trained policy's engine follows the published versions."""
     agent: Agent
     sampled: Counter[PolicyName]
-    """Tokens that the agent has sampled, by policy, and that no step has counted yet."""
+    """Sampled tokens by policy that no step has counted yet."""
     benchmarks: Mapping[str, Sequence[Task]]
 
 
@@ -79,19 +79,19 @@ class Run:
     gate: MismatchGate
     evaluator: Evaluator
     pool: PoolEvaluations | None
-    """The nodes that make and evaluate rollouts with `dataflow.url`; None where this run does."""
+    """Evaluations by the rollout nodes of `dataflow.url`; None if this run samples."""
     logger: RunLogger
     start_step: int
-    """The step of the checkpoint that the run resumes; 0: it begins."""
+    """Step of the resumed checkpoint; 0 for a new run."""
     beside: tuple[Run, ...] = ()
-    """The runs of the other policies that are trained."""
+    """The runs of the other trained policies."""
 
     @property
     def config(self) -> Config:
         return self.components.config
 
     def steps(self) -> Iterator[int]:
-        """Yield the steps that are left; of those after the first, `run.profile` are profiled."""
+        """Yield the remaining steps, profiling `run.profile` of them after the first."""
         steps = range(self.start_step + 1, self.config.train.num_steps + 1)
         end = 1 + self.config.run.profile
         yield from steps[:1]
@@ -103,9 +103,7 @@ class Run:
         yield from steps[end:]
 
     def is_interrupted(self) -> bool:
-        """Tell whether some rank was asked to end. Raises what a checkpoint could not be written
-        for, on every rank.
-        """
+        """Return whether any rank was asked to end. Raises a checkpoint's error on every rank."""
         # One exchange for both, after which all ranks do the same.
         flags = [self.shared.interrupt.requested, self.learner.has_failed()]
         is_requested, has_failed = self.components.world.max(flags)
@@ -114,27 +112,25 @@ class Run:
         return bool(is_requested)
 
     def agent_of(self, step: int) -> Agent:
-        """Return the agent of a training step, with its hints. Not collective."""
+        """Return the agent for a training step, with the step's hints. Not collective."""
         return self.shared.agent.with_hints(self.components.algorithm.hints(step))
 
     def waiting_for_rollouts(self, step: int) -> AbstractContextManager[Callable[[], None]]:
-        """Tell a person how many rollouts of the first step this rank has made, where that takes
-        long. Not collective.
-        """
+        """Report the first step's number of finished rollouts, if slow. Not collective."""
         samplers, rollout = self.components.placement.samplers, self.config.rollout
         is_shown = samplers.rank == 0 and step == self.start_step + 1
         total = rollout.num_questions // samplers.size * self.components.algorithm.num_roots
         return waiting(f"rollouts of step {step}", is_shown, total=total)
 
     def sleep(self) -> None:
-        """Have the engines of a rank that trains give their memory back, with `vllm.sleep`."""
+        """Release the memory of the engines on a training rank, with `vllm.sleep`."""
         if self.components.placement.trainers.is_member:
             for engine in self.shared.engines.values():
                 engine.sleep()
             self.components.chats.sleep()
 
     def branch(self, step: int, groups: Sequence[Group]) -> Branches:
-        """Choose where rollouts of a step branch; engines sleep while the trainer scores them."""
+        """Return the branch points of a step's rollouts; engines sleep while the trainer scores."""
         if self.components.algorithm.num_roots < self.config.rollout.group_size:
             self.sleep()
         return self.learner.branch(step, groups)
@@ -147,10 +143,11 @@ class Run:
         packed: Rows,
         trained: Mapping[str, float],
     ) -> Counted:
-        """Count a step over all ranks: its rollouts, its tokens, and trainer against sampler.
+        """Return the statistics of a step over all ranks: rollouts, tokens, and mismatch of trainer
+        and sampler.
 
         Args:
-            batch, packed: what is trained of the rollouts, before and after packing.
+            batch, packed: the training samples of the rollouts, before and after packing.
             trained: statistics of the optimizer steps; empty on a rank that does not train.
         """
         config, groups = self.config, rollouts.groups
@@ -198,16 +195,16 @@ class Run:
         return Counted(totals, tokens, totals.said["mismatch"][0], metrics)
 
     def watch(self, step: int, counted: Counted) -> None:
-        """Warn where a step had nothing to learn from. Raises UserError, once the checkpoint is
-        written, where trainer and sampler disagree.
+        """Warn of a step without a learning signal. Raises UserError, after writing the checkpoint,
+        if trainer and sampler disagree.
         """
         self.signal.watch(step, counted.total)
         self.gate.watch(step, counted.mismatch)
 
     def publish(self, version: int, tokens: TokenAccount) -> dict[str, float | str]:
-        """Publish the policy's weights; done on every rank when it returns the metrics.
+        """Publish the policy's weights and return metrics, after all ranks have finished.
 
-        The dataflow is told how far a run that breaks off may have to go back, and the account of
+        Reports to the dataflow the oldest step that a crash may fall back to, and the account of
         the step's `tokens`.
         """
         metrics = self.learner.publish(version)
@@ -220,14 +217,16 @@ class Run:
         return metrics
 
     def load(self, version: int) -> dict[str, float]:
-        """Have the engine, if there is one, sample with `version` from now on; its metrics."""
+        """Load `version` into the engine, if any, for subsequent sampling, and return the engine's
+        metrics.
+        """
         engine = self.shared.engines[self.config.train.policy]
         return load(engine, version, self.components.placement)
 
     def evaluate(self, step: int) -> Measured | None:
-        """Measure the policy on held-out tasks and benchmarks; None where that is not due.
+        """Evaluate the policy on held-out tasks and benchmarks; returns None if not due.
 
-        Also None where nodes are asked, without waiting: what is complete by now is logged.
+        With nodes it also returns None without waiting, and logs evaluations that are complete.
         """
         if self.pool is None:
             return self.evaluator.evaluate(step) if self.evaluator.is_due(step) else None
@@ -242,8 +241,8 @@ class Run:
             self.logger.log_evaluation(step, self.evaluator.measured(step, rollouts, versions))
 
     def checkpoint(self, step: int) -> None:
-        """Write a checkpoint of `step`, beside what comes next, after the step's log; once those of
-        the policies beside are on the disk, for they go on from a step of this one's.
+        """Write a checkpoint of `step` in the background, after the step's log and after the other
+        policies' checkpoints are on disk, because these resume from a step of this one.
         """
         for policy_run in self.beside:
             policy_run.end(step)
@@ -258,17 +257,17 @@ class Run:
         )
 
     def end(self, step: int) -> None:
-        """Write a checkpoint of `step` and wait until it is on the disk."""
+        """Write a checkpoint of `step` and wait until it is on disk."""
         self.checkpoint(step)
         self.learner.wait_for_checkpoint()
 
     def is_checkpoint_due(self, step: int) -> bool:
-        """Tell whether `checkpoint.every` asks for one after `step`; the last has its own."""
+        """Return whether `checkpoint.every` requires one after `step`, other than the last."""
         interval = self.config.checkpoint.every
         return interval > 0 and step % interval == 0 and step < self.config.train.num_steps
 
     def finish(self, warm: dict[str, Any]) -> None:
-        """Save, evaluate the trained policy as the warm one was, and write the report."""
+        """Save, evaluate the trained policy like the initial one, and write the report."""
         last_step = self.config.train.num_steps
         self.end(last_step)
         if self.pool is not None:
@@ -286,7 +285,7 @@ class Run:
         self.report(warm, trained)
 
     def report(self, warm: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
-        """Write the report, with the comparisons of both ends where they were made."""
+        """Write the report, with the comparisons before and after training, if made."""
         tokens = None
         if self.pool is not None and self.components.world.is_main:
             tokens = self.pool.source.token_account()
@@ -295,7 +294,7 @@ class Run:
         )
 
     def evaluate_warm(self) -> dict[str, Any]:
-        """Measure the policy that training starts from, once per run; {} where ends are not."""
+        """Evaluate the initial policy, once per run; {} without `eval.at_ends`."""
         if not self.config.eval.at_ends:
             return {}
         path, world = self.logger.run_dir.path / "warm.json", self.components.world
@@ -317,7 +316,7 @@ class Run:
         return warm
 
     def _compare(self, step: int) -> tuple[dict[str, Any], tuple[Trajectory, ...]]:
-        """Measure the policy at an end, after `step`; where nodes are asked, wait for them.
+        """Evaluate the policy before or after training, after `step`; waits for nodes, if any.
 
         Returns the comparison for summary.json and the sampled rollouts of the main split.
         """
@@ -333,6 +332,6 @@ class Run:
 
 
 def load(engine: Engine, version: int, placement: Placement) -> dict[str, float]:
-    """Load `version` into the engine of each rank that has one; return the engine's metrics."""
+    """Load `version` into each rank's engine, if any, and return the engine's metrics."""
     engine.load(version)
     return placement.of_first_sampler(engine.metrics())

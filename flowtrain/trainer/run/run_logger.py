@@ -1,6 +1,4 @@
-"""The log of a run: the banner, metrics.jsonl, the rollouts, the progress line, and the report at
-the end.
-"""
+"""The log of a run: banner, metrics.jsonl, rollouts, progress line and final report."""
 
 from __future__ import annotations
 
@@ -42,18 +40,18 @@ _log = logging.getLogger(__name__)
 
 
 class Counted(NamedTuple):
-    """A step in numbers, the same on every rank."""
+    """The statistics of a step, equal on every rank."""
 
     total: Tally
     tokens: TokenAccount
     mismatch: Mapping[str, float]
     """Metrics of trainer and sampler."""
     metrics: Mapping[str, float]
-    """All of it for the log."""
+    """All metrics for the log."""
 
 
 class RunLogger:
-    """Writes a run down: the main rank its metrics, each rank that samples its rollouts."""
+    """Logs a run: metrics on the main rank, rollouts on each sampling rank."""
 
     def __init__(
         self,
@@ -65,10 +63,10 @@ class RunLogger:
         start_step: int,
         is_shown: bool = True,
     ) -> None:
-        """Open the logs; a run that resumes goes on after the lines of `start_step`.
+        """Open the logs; a resumed run continues after the lines of `start_step`.
 
-        `memory` has watched this process from before the model was loaded; `is_shown`: the main
-        rank tells how far the run is.
+        `memory` covers this process from before the model was loaded; `is_shown`: the main rank
+        shows progress.
         """
         self._config, self._placement = config, placement
         self.run_dir, self._memory = run_dir, memory
@@ -94,7 +92,7 @@ class RunLogger:
             cleanup.callback(self._metrics.close)
         last_evaluated = -1 if self._metrics is None else self._metrics.last_step("eval_reward")
         self.evaluated = int(self._placement.world.max([last_evaluated])[0])
-        """Newest step whose evaluation is in the log; those of earlier steps are, too."""
+        """Newest step up to which all evaluations are in the log."""
         self._trajectories, self._held_out = (
             TrajectoryLog(path, samplers.rank, step, name, samplers.size)
             for name, step in (("trajectories", last_step), ("held_out", self.evaluated))
@@ -106,12 +104,12 @@ class RunLogger:
         self._cleanup.close()
 
     def flush(self) -> None:
-        """Wait until the rollouts of all steps are on the disk."""
+        """Wait until the rollouts of all steps are on disk."""
         if self._writing is not None:
             self._writing.result()
 
     def peak_bytes(self) -> int:
-        """Return the most memory that this rank has taken."""
+        """Return this rank's peak memory in bytes."""
         return self._memory.num_bytes()
 
     def log(
@@ -125,12 +123,12 @@ class RunLogger:
         evaluation: Measured | None,
         metrics: Mapping[str, Any],
     ) -> None:
-        """Write a step down; its rollouts beside what comes next, until `flush`.
+        """Log a step, its rollouts in the background until `flush`.
 
         Args:
             rollouts, batch: this rank's.
             trained: statistics of the optimizer steps; empty on a rank that does not train.
-            metrics: those of the weights and of the replay log, and the seconds by stage.
+            metrics: metrics of the weights and the replay log, and the seconds by stage.
         """
 
         def write_rollouts() -> None:
@@ -159,9 +157,7 @@ class RunLogger:
         )
 
     def log_evaluation(self, step: int, evaluation: Measured) -> None:
-        """Write down what nodes have answered about the weights after `step`, when later steps may
-        be in the log already.
-        """
+        """Log the nodes' evaluation of the weights after `step`, perhaps behind later steps."""
         self.log_held_out(step, evaluation.held_out)
         metrics = {"step": step, "version": step, **evaluation.metrics}
         self._log(metrics)
@@ -169,7 +165,7 @@ class RunLogger:
         self.progress.remember(metrics)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Write a line of metrics, and show it."""
+        """Log a line of metrics and show it."""
         self._log(metrics)
         self.progress.update(metrics)
 
@@ -194,9 +190,9 @@ class RunLogger:
         return [Group(rank + i * size, (trajectory,)) for i, trajectory in enumerate(trajectories)]
 
     def _speed(self, stats: Mapping[str, float], train_s: float) -> dict[str, float]:
-        """Compute the speed of a step; nothing on ranks that do not train.
+        """Return the speed of a step; {} on ranks that do not train.
 
-        MFU counts the FLOPs that the trees need, and is there where the device's peak is known.
+        MFU counts the FLOPs that the trees need, and requires a device with a known peak.
         """
         if not stats:
             return {}
@@ -220,9 +216,9 @@ class RunLogger:
         """Write summary.json and curves.png, and print the comparison; collective.
 
         Args:
-            warm, trained: comparisons before and after training; empty where neither was measured.
-            signal: steps that had nothing to learn from; empty where all had.
-            tokens: where all tokens went, as the dataflow knows it; None: as the log does.
+            warm, trained: comparisons before and after training; empty if not measured.
+            signal: steps without a learning signal; empty if every step had one.
+            tokens: the fates of all tokens by the dataflow; None: by the log.
         """
         # Collective, so before the other ranks return.
         (peak_bytes,) = self._placement.world.max([self.peak_bytes()])
@@ -246,7 +242,7 @@ class RunLogger:
             print(comparison_table(warm, trained))
         if idle_steps := signal.get("idle_steps"):
             cause = printable(signal["last_cause"])
-            print(f"{len(idle_steps)} steps had no signal; the last: {cause}")
+            print(f"{len(idle_steps)} steps had nothing to learn from; the last: {cause}")
         for key, (_, values) in series.items():
             if key.startswith("reward/") and not any(values):
                 print(f"{key.removeprefix('reward/')!r}, a part of the reward, was 0 in every step")
@@ -268,27 +264,30 @@ class RunLogger:
 
 
 def _known_tflops(config: Config, device: torch.device) -> float:
-    """Look the device's dense bf16 peak up; 0 where it is unknown."""
+    """Return the device's dense bf16 peak; 0 if unknown."""
     if device.type != "cuda" or config.model.dtype != "bfloat16":
         return 0.0
     return peak_tflops(torch.cuda.get_device_name()) or 0.0
 
 
 def _draw(path: Path) -> bool:
-    """Draw the curves of a run; False, with a warning, where matplotlib is not installed."""
+    """Draw the curves of a run; returns False with a warning without matplotlib."""
     try:
         from flowtrain.logging.page import curves  # which is slow to load
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        _log.warning("no curves.png without matplotlib: pip install 'flowtrain[plots]'")
+        _log.warning(
+            "matplotlib is not installed, so curves.png is not drawn; install it with: "
+            "pip install -e '.[plots]'"
+        )
         return False
     curves.plot_curves(path)
     return True
 
 
 def train_banner(components: RunComponents, start_step: int) -> str:
-    """Say what is trained on what and where; `start_step`: the step after which a run goes on."""
+    """Return the banner of a run; `start_step`: the step after which a run continues."""
     config, placement = components.config, components.placement
     rollout, train, trainers = config.rollout, config.train, placement.trainers
     step_text = f"each {rollout.num_questions} questions x {rollout.group_size} rollouts"
@@ -309,7 +308,7 @@ def train_banner(components: RunComponents, start_step: int) -> str:
 
 
 def rft_banner(components: RunComponents) -> str:
-    """Say who demonstrates what to which model, and where the result will be."""
+    """Return the banner of a fine-tuning: expert, model and place of the result."""
     config, rft = components.config, components.config.rft
     policy = config.word_for(config.train.policy)
     steps = f"{rft.num_steps} steps" if rft.num_steps else f"{rft.num_epochs:g} epochs"

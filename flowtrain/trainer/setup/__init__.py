@@ -1,1 +1,1 @@
-"""The parts that runs, nodes, evaluations and replays are made of."""
+"""The components of runs, nodes, evaluations and replays."""

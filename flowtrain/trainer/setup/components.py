@@ -1,7 +1,7 @@
-"""Everything that a run is made of, built from its config.
+"""The components of a run, built from its config.
 
-`train.py`, `rft.py`, nodes and evaluations say what is done with the parts. Everything that can be
-wrong with the input is found out here, before the run folder is made.
+`train.py`, `rft.py`, nodes and evaluations use the components. All checks of the input happen here,
+before the run folder exists.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Scoring = tuple[Judge | None, RewardFunctions | None, Reward | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerComponents:
-    """The parts of the half of a run that learns."""
+    """The components of the learning half of a run."""
 
     placement: Placement
     algorithm: Algorithm
@@ -70,11 +70,11 @@ class LearnerComponents:
     or, with [lora], frozen ones in model.dtype and an adapter in fp32; on others the meta device.
     """
     policies: Mapping[PolicyName, ModelSpec]
-    """All policies of the flow; none where nothing is asked."""
+    """All policies of the flow; none if nothing is sampled."""
 
     @classmethod
     def load(cls, config: Config, placement: Placement) -> LearnerComponents:
-        """Load what training from stored rollouts takes; nothing can be asked or scored.
+        """Load the components for training on stored rollouts, without sampling or scoring.
 
         Tasks are loaded only for model.path = "tiny", whose tokenizer is trained on them.
         """
@@ -92,7 +92,7 @@ class LearnerComponents:
 
     @property
     def config(self) -> Config:
-        """The run's, with what it leaves to the algorithm and to the memory filled in."""
+        """The run's config, with values from the algorithm and the memory plan filled in."""
         return self.algorithm.config
 
     @property
@@ -100,11 +100,11 @@ class LearnerComponents:
         return self.placement.world
 
     def plan_memory(self) -> MemoryPlan:
-        """Predict the memory of a step of a rank that trains."""
+        """Return the predicted memory of a step on a training rank."""
         return memory_of(self.config, self.algorithm, self.model, self.policies, self.placement)
 
     def open_run_dir(self, facts: Mapping[str, Any] | None = None) -> RunDir:
-        """Create the folder of the run, or open it to resume; collective, the same on every rank.
+        """Create the run folder, or open it to resume, and return it; collective.
 
         `facts` are for the manifest.
         """
@@ -123,8 +123,8 @@ class LearnerComponents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunComponents(LearnerComponents):
-    """The parts of a run that samples too, of a node or of an evaluation; close them, and with them
-    the engines that they have started, when done.
+    """The components of a sampling run, a node or an evaluation. Closing them closes the engines
+    that they have started.
     """
 
     tasks: TaskSet
@@ -137,7 +137,7 @@ class RunComponents(LearnerComponents):
     judge: Judge | None
     """None where `roles.judge` says so."""
     cleanup: ExitStack
-    """Closes what was started, the last first."""
+    """Closes started components, the last first."""
 
     @classmethod
     def prepare(
@@ -150,13 +150,13 @@ class RunComponents(LearnerComponents):
         fictional: bool = False,
         is_node: bool = False,
     ) -> RunComponents:
-        """Load and check everything; write nothing but the judge's cache.
+        """Load and check all components; writes only the judge's cache.
 
         Args:
-            asked_policies: those that will be asked; None: all. Others need no model if they are
-                not trained: their scripts write in the tokens of the one that is.
+            asked_policies: policies to sample from; None: all. Others need no model unless they are
+                trained: their scripts write in the tokens of the trained one.
             extra_roles: names in [engines] of models in roles outside of [roles].
-            fictional: the questions are about made-up entities.
+            fictional: questions are about fictional entities.
             is_node: tasks come one by one, and all weights from a store. Tasks are loaded for
                 model.path = "tiny" alone, whose tokenizer is trained on them.
         """
@@ -235,7 +235,7 @@ class RunComponents(LearnerComponents):
         )
 
     def show_sources(self) -> None:
-        """Print how the files of questions are read, a line each, on the main rank."""
+        """Print one line per dataset about how it is read, on the main rank."""
         if self.world.is_main:
             for source in self.tasks.sources:
                 print(source.text())
@@ -249,7 +249,7 @@ class RunComponents(LearnerComponents):
     ) -> dict[str, Engine]:
         """Start an engine for each policy, by name, whose weights come from its store by version.
 
-        A policy without a store is frozen at the weights of its path. One that is not among those
+        A policy without a store is frozen at the weights of its path. A policy outside of
         `asked_policies`, if given, gets a stand-in. `branches`: branch points are chosen by what
         the engines say of their tokens.
         """
@@ -290,7 +290,7 @@ class RunComponents(LearnerComponents):
         temperature: float | None = None,
         sampled: Counter[PolicyName] | None = None,
     ) -> Agent:
-        """Build the agent that `agent.name` asks for; close it when done.
+        """Return the agent that `agent.name` selects; the caller closes it.
 
         Args:
             engines: those of `make_policy_engines`.
@@ -309,7 +309,7 @@ class RunComponents(LearnerComponents):
         )
 
     def scoring(self, is_benchmark: bool = False) -> Scoring:
-        """Return how rollouts are scored; benchmarks by their own rules in place of functions."""
+        """Return the scoring of rollouts; benchmarks use their own rules instead of functions."""
         functions, bounds = self.reward_functions, self.config.reward
         return (self.judge, None, None) if is_benchmark else (self.judge, functions, bounds)
 
@@ -318,9 +318,9 @@ class RunComponents(LearnerComponents):
 
 
 def lock_run_dir(config: Config, world: World) -> ExitStack:
-    """Take the lock of the run's folder until the result is closed; collective.
+    """Hold the lock of the run folder until the result is closed; collective.
 
-    Raises UserError on every rank when another process has it.
+    Raises UserError on every rank if another process holds the lock.
     """
     cleanup, folder = ExitStack(), Path(config.run.dir)
 
@@ -349,7 +349,7 @@ def start_tools(
 
 
 def make_judge(config: Config, chats: ChatEngines) -> Judge | None:
-    """Build the judge behind the rules; None where `roles.judge` says so."""
+    """Return the judge behind the rules; None without `roles.judge`."""
     engine = chats.roles.get("judge")
     return Judge(engine, JudgeCache(Path(config.judge.cache)), config.judge) if engine else None
 

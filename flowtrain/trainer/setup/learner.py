@@ -1,5 +1,5 @@
-"""The half of a run that learns: the sharded policy with its optimizer, the versions that it
-publishes, and its checkpoints. A replay has this half alone.
+"""The learning half of a run: sharded policy, optimizer, published versions and checkpoints. A
+replay has only this half.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from flowtrain.weights.ranks import Ranks, SingleRank, on_all_ranks
 Rows = Sequence[Sequence[PackedRow]]
 """Rows of a step, by mini-batch."""
 State = Mapping[str, int | str]
-"""State that a run resumes from, beside its weights and moments."""
+"""The state for resuming, besides weights and moments."""
 
 _OBSERVED = "observed"
 """Key of a checkpoint's state: what the algorithm has observed."""
@@ -48,8 +48,8 @@ _OBSERVED = "observed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Follower:
-    """The half that learns on a rank that only samples: it prepares what it has sampled, and waits
-    where those that train have work to do. Methods are collective over all ranks.
+    """The learning half on a rank that only samples: prepares its samples, and waits while other
+    ranks train. Methods are collective over all ranks.
     """
 
     components: LearnerComponents
@@ -60,16 +60,16 @@ class Follower:
         return self.components.config
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written, and free what the publisher holds."""
+        """Wait for a checkpoint in progress, and release the publisher."""
 
     # ---- the verbs of a step
 
     def branch(self, step: int, groups: Sequence[Group]) -> Branches:
-        """Choose where rollouts of a step branch."""
+        """Return the branch points of a step's rollouts."""
         return self.components.algorithm.branch(step, groups, None, self.components.tokenizer)
 
     def advantages(self, rollouts: Rollouts) -> TrainBatch:
-        """Turn this rank's rollouts into what is trained of them; what cannot be is counted."""
+        """Return the training samples of this rank's rollouts, with counts of excluded ones."""
         shape = self.components.model.config
         policy = self.components.config.train.policy
         groups = [group.of_policy(policy) for group in rollouts.groups]
@@ -85,28 +85,30 @@ class Follower:
         return complete(batch, *minibatch_options, rollouts.logprobs, self.components.world)
 
     def pack(self, batch: TrainBatch) -> Rows:
-        """Lay the samples of this rank out in token trees."""
+        """Return this rank's samples packed into token trees."""
         takers = self.components.placement.trainers.size
         return pack(batch.samples, batch.num_minibatches, takers)
 
     def balance(self, minibatches: Rows) -> Rows:
-        """Return the rows that this rank trains, given those that it sampled."""
+        """Return the rows that this rank trains, given the rows that it sampled."""
         cost = ForwardCost.of(self.components.model).flops
         num_trainers = self.components.placement.trainers.size
         return balance(minibatches, cost, self.components.world, num_takers=num_trainers)
 
     def old_logprobs(self, rows: Rows) -> Rows:
-        """Have the policy score the rows before its first step, with `train.rescore`."""
+        """Return the rows with log-probs of the policy before its first step, with
+        `train.rescore`.
+        """
         return rows
 
     def ref_logprobs(self, rows: Rows) -> Rows:
-        """Have the reference policy score the rows, where the loss has a KL term."""
+        """Return the rows with the reference policy's log-probs, if the loss has a KL term."""
         return rows
 
     def train(self, step: int, rows: Rows) -> Mapping[str, float]:
         """Take one optimizer step per mini-batch of rows.
 
-        Returns statistics of all ranks that train; nothing on the others.
+        Returns statistics over all training ranks; {} on other ranks.
         """
         return {}
 
@@ -144,7 +146,7 @@ class Follower:
         return 0
 
     def has_failed(self) -> bool:
-        """Tell whether the newest checkpoint could not be written; not collective."""
+        """Return whether the newest checkpoint could not be written; not collective."""
         return False
 
 

@@ -63,9 +63,7 @@ class MemoryPlan:
         return sum(self.parts.values())
 
     def text(self) -> str:
-        """Say it in a line, which adds up what is less than a twentieth of the whole; the manifest
-        has all.
-        """
+        """Return one line, which merges parts below a twentieth; the manifest has all."""
         # A CPU's heap has holes, and libraries take buffers of their own.
         upper = "" if self.gpu_bytes else f" to {_CPU_SLACK * self.num_bytes / 1e9:.3g}"
         threshold = self.num_bytes / 20
@@ -129,8 +127,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Predict the peak of a rank that trains, for a model that is not sharded yet and full rows.
 
-    A sample above the token budget takes more. What a GPU's rank keeps in the memory of the CPU is
-    left out.
+    A sample above the token budget takes more. Tensors of a GPU's rank in CPU memory are excluded.
 
     Args:
         sampled: the number of parameters of each policy that has an engine.

@@ -1,5 +1,5 @@
-"""The layout of a run on its machines: which ranks train and which sample, and how long the rows
-are that those which train have memory for.
+"""The placement of a run: which ranks train and which sample, and the row length that fits the
+memory of training ranks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _MIN_BUDGET, _MAX_BUDGET = 1024, 65536
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The ranks by what they do: every rank both trains and samples (colocated), or the last
-    `rollout.num_engine_ranks` sample and the others train.
+    """The roles of the ranks: every rank trains and samples (colocated), or the last
+    `rollout.num_engine_ranks` ranks sample and the others train.
     """
 
     world: World
@@ -41,19 +41,20 @@ class Placement:
 
     @classmethod
     def sampling(cls, world: World) -> Placement:
-        """Place a node or an evaluation, which trains nothing."""
+        """Return the placement of a node or an evaluation, without training."""
         return cls(world, World(-1, 0, world.device), world)
 
     @classmethod
     def of(cls, config: Config, world: World) -> Placement:
-        """Place the ranks; collective. Raises UserError when none is left to train, the questions
-        of a step do not divide among those that sample, or the GPUs of their engines overlap.
+        """Return the placement of the ranks; collective. Raises UserError if no rank is left to
+        train, the questions of a step do not divide among sampling ranks, or GPUs of engines
+        overlap.
         """
         num_engines, num_questions = config.rollout.num_engine_ranks, config.rollout.num_questions
         if num_engines >= world.size:
             raise UserError(
-                f"rollout.num_engine_ranks={num_engines} leaves none of the {world.size} ranks "
-                "that torchrun started to train: lower it"
+                f"rollout.num_engine_ranks={num_engines} leaves none of torchrun's {world.size} "
+                "ranks for training: lower it"
             )
         if num_questions % (num_engines or world.size):
             factor = (
@@ -65,7 +66,7 @@ class Placement:
         tp_size = config.vllm.tensor_parallel_size
         if tp_size > 1 and (num_engines or world.size) > 1 and world.device.type == "cuda":
             raise UserError(
-                f"vllm.tensor_parallel_size={tp_size} takes the GPUs after a rank's own, so only "
+                f"vllm.tensor_parallel_size={tp_size} uses the GPUs after a rank's own, so only "
                 "the last rank may sample: set rollout.num_engine_ranks = 1"
             )
         if not num_engines:
@@ -80,15 +81,13 @@ class Placement:
         return self.trainers is not self.world
 
     def wait(self) -> None:
-        """Wait until what one kind of ranks has done is done for the other; colocated, each knows
-        by itself.
-        """
+        """Synchronise training and sampling ranks; does nothing when colocated."""
         if self.is_split:
             self.world.barrier()
 
     def of_first_sampler(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of an engine, also where there is none; collective. Colocated, every
-        rank has its own.
+        """Return the first sampler's metrics on all ranks, or, colocated, each one's;
+        collective.
         """
         if not self.is_split:
             return metrics
@@ -105,7 +104,9 @@ def memory_of(
     policies: Mapping[PolicyName, ModelSpec],
     placement: Placement,
 ) -> MemoryPlan:
-    """Predict the memory of a step of a rank that trains `model`, one of the `policies`."""
+    """Return the predicted memory of a step on a rank that trains `model`, one of the
+    `policies`.
+    """
     device = placement.world.device
     is_gpu = device.type == "cuda"
     shared = shared_policies(config, policies)[1:]  # the first has the weights
@@ -128,9 +129,9 @@ def with_token_budget(
     policies: Mapping[PolicyName, ModelSpec],
     placement: Placement,
 ) -> Algorithm:
-    """Put a number in the place of `train.token_budget = "auto"` where ranks train: that of the run
-    which goes on in its folder, else the most that each of them has memory for. Collective, and the
-    same on all ranks.
+    """Return the algorithm with `train.token_budget = "auto"` resolved on training ranks: the
+    resumed run's value, else the largest that fits every rank's memory. Collective, and equal on
+    all ranks.
     """
     config, world, trainers = algorithm.config, placement.world, placement.trainers
     if config.train.token_budget != "auto" or not trainers.size:

@@ -1,4 +1,4 @@
-"""The activations of a step, counted before anything is allocated.
+"""Simulation of the activation memory of a step, without allocating it.
 
 torch's own `MemTracker` counts while two and three of the model's layers run, forward and backward,
 on tensors that have shapes and no memory; layers are alike but for those without experts that a
@@ -36,8 +36,8 @@ def activations(
     lora: Lora | None = None,
     fused: bool = True,
 ) -> tuple[int, int]:
-    """Count what all layers hold when the head is reached, and their peak (early in the backward
-    pass). `lora`: of the adapter, if one is all that is trained. `fused`: as `ShardSpec.fused`.
+    """Return the bytes that all layers hold at the head, and their peak early in the backward pass.
+    `lora`: of the adapter, if one is all that is trained. `fused`: as `ShardSpec.fused`.
     """
     first_layers, repeated = _few_layers(config)
     is_recurrent = attention.RECURRENT in (getattr(config, "layer_types", None) or ())

@@ -1,4 +1,4 @@
-"""The new policy of a run whose `model.path` is "tiny"."""
+"""The new policy of a run with model.path = "tiny"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from flowtrain.utils.seeds import derive_seed
 
 
 def new_policy(config: Config, tasks: TaskSet) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
-    """Train a tokenizer on the tasks and draw the weights that `[tiny]` asks for."""
+    """Return a tokenizer trained on the tasks, and a model with random weights as `[tiny]`
+    specifies.
+    """
     tiny = config.tiny
     has_chat_template = config.agent.name not in ("agentflow", "single")
     corpus = _chat_corpus(tasks) if has_chat_template else _tokenizer_corpus(config, tasks)

@@ -27,13 +27,13 @@ _HYBRID = ("full_attention", "linear_attention")
 
 
 def new_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on `texts`; any string round-trips, and digits stay apart
-    so that numbers can be copied.
+    """Return a byte-level BPE tokenizer trained on `texts`; any string round-trips, and digits are
+    separate tokens, so that numbers can be copied.
     """
     if vocab_size < _SMALLEST_VOCAB:
         raise UserError(
-            f"tiny.vocab_size={vocab_size} is too small: {_SMALLEST_VOCAB} is the least that can "
-            "spell every byte"
+            f"tiny.vocab_size={vocab_size} is too small: encoding every byte needs at least "
+            f"{_SMALLEST_VOCAB}"
         )
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -62,7 +62,7 @@ def new_model(
     max_positions: int,
     family: str = "qwen3",
 ) -> PreTrainedModel:
-    """A decoder of a family of `tiny.family`, with random weights; seed torch before the call."""
+    """Return a decoder of `tiny.family` with random weights; seed torch before the call."""
     options: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden_size,

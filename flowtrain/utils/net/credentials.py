@@ -2,7 +2,8 @@
 
 Tokens of their own are in a file, which servers read again when it has changed: both the dataflow
 and the weight server can use it, on any machine that has a copy, and a weight server has no
-database. It holds hashes only. A token is 32 random bytes, so a plain hash tells nothing about it.
+database. The file holds hashes only. A token is 32 random bytes, so a plain hash tells nothing
+about it.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class TokenFile:
         self._entries = read(path)
 
     def find(self, token: bytes) -> Caller | None:
-        """Return the owner of a token. It takes as long whichever it is."""
+        """Return the owner of a token, in a time that does not reveal which entry matches."""
         self._reload_if_changed()
         digest = hashlib.sha256(token).hexdigest()
         caller = None
@@ -84,7 +85,7 @@ class TokenFile:
         return caller
 
     def _reload_if_changed(self) -> None:
-        """Read the file again if it has changed. One that cannot be read, as while it is copied,
+        """Read the file again if it has changed. An unreadable file, for example during a copy,
         changes nothing.
         """
         if (state := _state(self._path)) == self._state:
@@ -93,7 +94,7 @@ class TokenFile:
         try:
             self._entries = read(self._path)
         except UserError as error:
-            _log.error("%s; until it is mended the tokens that it had before are valid", error)
+            _log.error("%s; until the file is repaired, its previous tokens stay valid", error)
 
 
 class Access:
@@ -129,7 +130,7 @@ def issue(path: Path, name: str, role: Role) -> str:
     """
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", name):
         raise UserError(
-            f"name {name[:100]!r}: a name has 1 to 100 letters, digits, '.', '_' and '-'"
+            f"name {name[:100]!r}: a name must have 1 to 100 letters, digits, '.', '_' and '-'"
         )
     token = secrets.token_urlsafe(32)
     now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
@@ -148,7 +149,7 @@ def revoke(path: Path, name: str) -> None:
         entries = read(path)
         remaining = [entry for entry in entries if entry.name != name]
         if len(remaining) == len(entries):
-            raise UserError(f"{path} has no token of the name {name!r}")
+            raise UserError(f"{path} has no token named {name!r}")
         _write(path, remaining)
 
 
@@ -158,7 +159,7 @@ def read(path: Path) -> list[Entry]:
         mode = path.stat().st_mode
         text = path.read_text()
     if mode & 0o077:
-        raise UserError(f"others may read the tokens in {path}: chmod 600 {path}")
+        raise UserError(f"other users can read the tokens in {path}: run chmod 600 {path}")
     with user_error(f"{path} holds no tokens", ValueError, TypeError, KeyError):
         return [_entry(**row) for row in json.loads(text)["tokens"]]
 

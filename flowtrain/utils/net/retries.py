@@ -67,7 +67,7 @@ async def retried(
                 if number > max_retries:
                     raise GaveUp(f"{problem} (attempt {number}, the last)", problem, failure)
                 if time.monotonic() + wait_s >= deadline:
-                    reason = f"no time is left for another attempt after {wait_s:.1f} s"
+                    reason = f"the deadline leaves no time for another attempt after {wait_s:.1f} s"
                     raise GaveUp(f"{problem}; {reason}", problem, failure)
                 if on_retry is not None:
                     on_retry(number, failure)
@@ -85,7 +85,7 @@ def pause_s(num_failures: int, first_s: float, longest_s: float) -> float:
 
 
 def may_pass(status: int) -> bool:
-    """Tell whether a request with this HTTP status may succeed later."""
+    """Return whether a request with this HTTP status may succeed later."""
     return status in _PASSING or status >= 500
 
 

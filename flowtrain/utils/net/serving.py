@@ -71,13 +71,14 @@ def serve(
         print(f"serving {what} at {address(listener)}", flush=True)
         if token and not set_token:
             print(
-                f"{TOKEN_VARIABLE}={token}  (made for this run; set it here too to keep one)",
+                f"{TOKEN_VARIABLE}={token}  (generated for this run; set the variable to keep a "
+                "fixed token)",
                 flush=True,
             )
         if host not in _LOOPBACK:
             print(
-                "this is plain HTTP: anybody on the way can read what is sent, the token too; put "
-                "TLS in front of it",
+                "this is plain HTTP: anybody on the network path can read all traffic, including "
+                "the token; put TLS in front of it",
                 flush=True,
             )
 
@@ -167,10 +168,10 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         raise Rejected(413, f"a request of more than {max_bytes} bytes") from None
     except TimeoutError:
         raise Rejected(
-            408, f"the request came slower than {SLOWEST >> 10} KiB per second"
+            408, f"the request arrived at less than {SLOWEST >> 10} KiB per second"
         ) from None
     except ClientDisconnect:
-        raise Rejected(400, "the request was cut") from None
+        raise Rejected(400, "the request is truncated") from None
 
 
 async def _parts(request: Request, length: int, patience: asyncio.Timeout) -> AsyncIterator[bytes]:
@@ -189,9 +190,7 @@ def require(*modules: str) -> None:
         try:
             __import__(module)
         except ImportError as error:
-            raise UserError(
-                f"a server needs {error.name}: pip install 'flowtrain[serve]'"
-            ) from error
+            raise UserError(f"a server needs {error.name}: pip install -e '.[serve]'") from error
 
 
 def address(listener: socket.socket) -> str:

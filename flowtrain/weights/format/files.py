@@ -34,7 +34,7 @@ _DELTA_FIELDS = {"format": int, "layout": str, "base": int, "version": int}
 
 
 def check_storable(layout: Layout) -> None:
-    """Raise ValueError for a layout that a file could not hold, or could not give back."""
+    """Raise ValueError for a layout that a file cannot store or restore."""
     if not layout:
         raise ValueError("there are no tensors to publish")
     if "__metadata__" in layout:
@@ -47,8 +47,8 @@ def check_storable(layout: Layout) -> None:
 
 
 def write_snapshot(path: Path, shards: Sequence[TensorShard]) -> File:
-    """Write shards as tensors of their rows. With one rank, this is the model as any safetensors
-    reader loads it.
+    """Write shards as tensors of their rows. The file of a single rank is the whole model in a form
+    that any safetensors reader loads.
     """
     tensors = {}
     memories = set()
@@ -66,7 +66,7 @@ def write_snapshot(path: Path, shards: Sequence[TensorShard]) -> File:
 def write_delta(
     path: Path, blobs: Mapping[str, Blob], layout: Layout, base: int, version: int
 ) -> File:
-    """Write the deltas of shards, by tensor; tensors that did not change are left out."""
+    """Write the deltas of shards, by tensor, without unchanged tensors."""
     head = {"format": FORMAT, "layout": layout_hash(layout), "base": base, "version": version}
     # One key, because safetensors writes several in any order.
     metadata = {_DELTA_KEY: json.dumps(head)}
@@ -163,5 +163,7 @@ def _json_object(file: safe_open, key: str) -> dict[str, Any]:
 
 
 def _open(path: Path) -> safe_open:
-    with user_error(f"{path} is no safetensors file", SafetensorError, OSError, raises=StoreError):
+    with user_error(
+        f"{path} is not a safetensors file", SafetensorError, OSError, raises=StoreError
+    ):
         return safe_open(path, "pt")

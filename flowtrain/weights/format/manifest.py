@@ -1,7 +1,8 @@
-"""The manifest of a version: what the weights are and which files lead to them.
+"""The manifest of a version: the layout and digests of its weights, and the files that lead to
+them.
 
-It is one JSON file, written when everything that it names is in place. A full snapshot is called
-"anchor" there and in file names. No torch is imported here, so that a server of files starts at
+A manifest is one JSON file, written after all files that it names. A full snapshot is called
+"anchor" there and in file names. This module does not import torch, so that a file server starts at
 once.
 """
 
@@ -41,7 +42,7 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8, "
 
 
 class StoreError(UserError):
-    """The store, or a request to it, is not in order; the text says what to do."""
+    """The store is damaged or a request to it is invalid; the message says what to do."""
 
 
 class NotThere(StoreError):
@@ -155,7 +156,7 @@ class File:
 def read_whole(path: Path, limit: int) -> bytes:
     """Read a file whole. Raises StoreError when it is a device, or longer than `limit` bytes."""
     if not S_ISREG(path.stat().st_mode):
-        raise StoreError(f"{path} is no plain file")
+        raise StoreError(f"{path} is not a regular file")
     with path.open("rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -211,19 +212,19 @@ class Manifest:
     digests: dict[str, Digest]
     """Digest of each whole tensor."""
     snapshot: int
-    """The newest version, this or an earlier one, from whose full snapshot deltas lead here."""
+    """The newest version, up to this one, with a full snapshot from which deltas lead here."""
     snapshot_files: tuple[File, ...]
     """The full snapshot, one file per rank of the trainer; empty when this version has none."""
     delta_files: dict[int, tuple[File, ...]]
     """Delta files by the version that they start from."""
     num_changed: int
-    """Words that differ from the version before; all of them when there is none."""
+    """Number of words that differ from the previous version; all words of a first version."""
     reason: str
     """The reason for a full snapshot; empty when there is none."""
 
     @property
     def root(self) -> str:
-        """One hash of the contents: equal for equal weights of equal layout."""
+        """Hash of the contents: equal for equal weights of equal layout."""
         text = json.dumps([layout_hash(self.layout), sorted(self.digests.items())])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -237,7 +238,9 @@ class Manifest:
         return [*self.snapshot_files, *(f for files in self.delta_files.values() for f in files)]
 
     def missed_by(self, start: Manifest, changes: Mapping[str, Digest]) -> list[str]:
-        """Return the tensors whose digests `changes` do not lead from `start` to this version."""
+        """Return the tensors whose digests do not reach this version when `changes` are applied to
+        `start`.
+        """
         return [
             name
             for name, digest in self.digests.items()
@@ -267,7 +270,9 @@ class Manifest:
 
     @classmethod
     def of_version(cls, version: int, data: bytes, path: str) -> Manifest:
-        """Read the manifest of a version. Raises StoreError when it is none, or that of another."""
+        """Return the manifest of a version, from JSON text. Raises StoreError for an invalid
+        manifest or one of another version.
+        """
         manifest = cls.from_json(data.decode(errors="replace"), path)
         if manifest.version != version:
             raise StoreError(f"{path} describes version {manifest.version}; it was moved")
@@ -278,12 +283,12 @@ class Manifest:
         """Read a manifest.
 
         Raises:
-            StoreError: the text is no manifest or contradicts itself; the message names `path`.
+            StoreError: the text is no manifest or is inconsistent; the message names `path`.
         """
         with user_error(f"{path} is damaged", *_MALFORMED, raises=StoreError):
             record = json.loads(text)
             if not isinstance(record, dict) or not isinstance(record.get("format"), int):
-                raise StoreError(f"{path} is no manifest of a weight store")
+                raise StoreError(f"{path} is not the manifest of a weight store")
             check_format(path, record["format"])
             manifest = cls._from_record(record)
         hashes = (manifest.root, layout_hash(manifest.layout))
@@ -329,7 +334,7 @@ def check_format(path: object, number: int) -> None:
 def _spec(record: Mapping[str, Any]) -> TensorSpec:
     spec = TensorSpec(str(record["dtype"]), tuple(int(n) for n in record["shape"]))
     if any(n < 0 for n in spec.shape) or spec.num_bytes % 2:
-        raise ValueError(f"{spec} is no tensor of 16-bit words")
+        raise ValueError(f"{spec} is not a tensor of 16-bit words")
     return spec
 
 

@@ -1,1 +1,1 @@
-"""The trainer's side: what changed in the weights, as an immutable version."""
+"""The publisher: writes the changes of the weights as immutable versions."""

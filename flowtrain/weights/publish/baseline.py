@@ -1,5 +1,4 @@
-"""The words that a rank has published, shard by shard: in host memory, or on the device of the
-weights.
+"""The published words of a rank, shard by shard, in host memory or on the device of the weights.
 
 On the host, one pass finds and encodes the changes. On a device, Triton kernels find them, and only
 the changes cross to the host to be encoded; the bytes are the same. At every fourth version deltas
@@ -91,13 +90,13 @@ class Baseline:
         return _delta.compose([blob], u16_view(self.words), num_threads=self._num_threads)
 
     def compare(self, shard: TensorShard) -> Change:
-        """Find what changed, without encoding a delta."""
+        """Return the changes of the shard, without encoding a delta."""
         words = shard.words().to(self.words.device)
         num_changed = int(torch.count_nonzero(self.words != words))
         return Change(num_changed, digest_of(words, shard.first, self._num_threads))
 
     def advance(self, shard: TensorShard, digest: Digest) -> None:
-        """Take the shard's present words as published."""
+        """Record the shard's present words as published."""
         self.words.copy_(shard.words())
         self.digest = digest
 
@@ -111,8 +110,8 @@ def make_baseline(shard: TensorShard, level: int, num_threads: int) -> Baseline:
 def encode_all(pairs: Sequence[tuple[Baseline, TensorShard]]) -> dict[str, Blob]:
     """Encode the delta of each shard from its baseline. Returns them by tensor.
 
-    Of shards on a device the host waits twice, however many they are: for the number of their
-    changes, and for the changes.
+    For shards on a device the host waits twice, whatever their number: once for the counts of
+    changes and once for the changes.
     """
     blobs = {
         shard.name: baseline.encode(shard) for baseline, shard in pairs if not baseline.on_device
@@ -132,9 +131,7 @@ def encode_all(pairs: Sequence[tuple[Baseline, TensorShard]]) -> dict[str, Blob]
 
 @dataclass(frozen=True, slots=True)
 class SkipTiers:
-    """The deltas that wait to be composed, by tier; immutable, so that a failed publish leaves no
-    trace.
-    """
+    """Deltas waiting to be merged, by tier; immutable, so a failed publish leaves no trace."""
 
     tiers: tuple[tuple[tuple[int, dict[str, Blob]], ...], ...] = ((),) * _NUM_TIERS
 

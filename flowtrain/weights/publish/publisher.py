@@ -1,8 +1,9 @@
-"""The trainer's side: each rank encodes the changes of its own rows, rank 0 writes the manifest and
-moves HEAD.
+"""The publisher of versions: each rank encodes the changes of its own rows, rank 0 writes the
+manifest and moves HEAD.
 
-The baselines, copies of the published words, move only after HEAD has. A publish that fails, on any
-rank, leaves store and baselines as they were, and the next one starts from the same version.
+The baselines, copies of the published words, advance only after HEAD has moved. A publish that
+fails on any rank leaves store and baselines unchanged, and the next publish starts from the same
+version.
 """
 
 from __future__ import annotations
@@ -62,16 +63,16 @@ class SnapshotPolicy:
     """Decides which versions get a full snapshot."""
 
     max_deltas: int = 64
-    """Deltas from one full snapshot to the next at most."""
+    """Largest number of deltas between two full snapshots."""
     max_delta_share: float = 0.35
-    """A delta above this share of the full size is not kept: a full snapshot replaces it."""
+    """A full snapshot replaces a delta larger than this share of the full size."""
 
     def is_dense(self, delta_bytes: int, full_bytes: int) -> bool:
-        """Tell whether a full snapshot replaces the delta."""
+        """Return whether a full snapshot replaces the delta."""
         return delta_bytes > self.max_delta_share * full_bytes
 
     def reason(self, chain: DeltaChain, delta_bytes: int, full_bytes: int) -> str:
-        """Say why a full snapshot is due with the delta after `chain`; empty when it is not."""
+        """Return why the delta after `chain` needs a full snapshot beside it; "" if it does not."""
         if self.is_dense(delta_bytes, full_bytes):
             return f"the delta would be {delta_bytes / max(full_bytes, 1):.0%} of the full size"
         chain = chain.plus(delta_bytes)
@@ -87,17 +88,17 @@ class SnapshotPolicy:
 
 @dataclass(frozen=True, slots=True)
 class PublishOptions:
-    """The ways in which a publisher encodes."""
+    """The encoding options of a publisher."""
 
     dtype: torch.dtype | None = None
-    """The dtype that weights are cast to; None: their own."""
+    """The dtype that weights are cast to; None keeps their own."""
     level: int = 1
-    """2 makes deltas about a quarter smaller and several times slower to encode: for links between
-    sites."""
+    """Level of compression. Level 2 makes deltas about a quarter smaller and several times slower
+    to encode, for slow links between sites."""
     num_threads: int = 1
     on_host: bool = False
-    """Keep the published words in host memory, wherever the weights are: a publish then copies all
-    of them to the host."""
+    """Keep the published words in host memory even if the weights are on a GPU. Every publish then
+    copies all weights to the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +107,10 @@ class Published:
 
     version: int
     num_changed: int
-    """Words that differ from the version before."""
+    """Number of 16-bit words that differ from the previous version."""
     num_words: int
     delta_bytes: int
-    """Size of the delta files without skips; 0 when there are none."""
+    """Size of the delta files, without merged deltas over several versions; 0 without deltas."""
     snapshot_bytes: int
     reason: str
     """The reason for a full snapshot; empty when there is none."""
@@ -168,12 +169,12 @@ class Publisher:
     """Rank 0's, from its first publish until `close`: meanwhile no other process may publish."""
 
     def publish(self, tensors: Mapping[str, Tensor], version: int) -> Published:
-        """Put the tensors (plain, or DTensors sharded by rows) into the store as `version`.
+        """Write the tensors (plain, or DTensors sharded by rows) to the store as `version`.
 
         Raises:
             StoreError: the version is not newer than HEAD.
-            UserError: another process publishes there.
-            OSError: a disk is full or read-only; store and publisher are as before, on every rank.
+            UserError: another process is publishing to the store.
+            OSError: a disk is full or read-only. Store and publisher are unchanged, on every rank.
             ValueError: the store cannot hold a tensor; the message names it.
         """
         layout, shards = self._split(tensors)
@@ -206,7 +207,9 @@ class Publisher:
         )
 
     def close(self) -> None:
-        """Let others publish; a publisher that nobody refers to any more does so too."""
+        """Release the store's lock, so that other processes may publish. Deleting the last
+        reference to a publisher releases its lock too.
+        """
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -218,8 +221,8 @@ class Publisher:
         self.store.begin(version)
 
     def resume(self, tensors: Mapping[str, Tensor], version: int) -> bool:
-        """Go on from `version` if it is HEAD and holds exactly these tensors; else change nothing
-        and return False.
+        """Continue from `version` and return True if it is HEAD and holds exactly these tensors;
+        otherwise change nothing and return False.
         """
         if self.store.head() != version:
             return False

@@ -34,23 +34,25 @@ _VERSION = re.compile("[0-9]{1,18}")
 
 
 class Source(Protocol):
-    """A store to read from: a `WeightStore`, or a `RemoteStore` on another machine."""
+    """The read interface of a store: a `WeightStore`, or a `RemoteStore` on another machine."""
 
     def head(self) -> int | None:
         """Return the newest complete version; None in an empty store."""
 
     def manifest(self, version: int) -> Manifest:
-        """Read a manifest. Raises StoreError when there is no such version."""
+        """Return the manifest of a version. Raises StoreError if the store lacks the version."""
 
     def fetch(self, version: int, file: File) -> Path:
-        """Return a local path to a file, its size and checksum verified. Raises StoreError."""
+        """Return a local path to a file of a version, after verifying its size and checksum. Raises
+        StoreError for a missing or damaged file.
+        """
 
     def loaded(self, version: int) -> None:
-        """Drop cached files: the reader has reached `version`."""
+        """Delete cached files that a reader at `version` no longer needs."""
 
 
 class WeightStore:
-    """Versions on a local or shared file system; publishers write through `begin` and `commit`."""
+    """A weight store on a local or shared file system. Publishers use `begin` and `commit`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -65,7 +67,7 @@ class WeightStore:
         return read_version(read_whole(path, MAX_HEAD), str(path))
 
     def versions(self) -> list[int]:
-        """List the versions up to HEAD, in order; a folder beyond HEAD was never published."""
+        """Return the versions up to HEAD in order; folders beyond HEAD are unpublished."""
         head = self.head()
         names = [path.name[1:] for path in self.root.glob("v[0-9]*")]
         versions = [int(name) for name in names if _VERSION.fullmatch(name)]
@@ -88,16 +90,16 @@ class WeightStore:
         return path
 
     def loaded(self, version: int) -> None:
-        """Do nothing: no file was copied."""
+        """Do nothing, because a local store copies no files."""
 
     def begin(self, version: int) -> Path:
-        """Make the folder that the files of a new version are written into.
+        """Create and return the folder for the files of a new version.
 
         Raises:
-            StoreError: the version is not newer than HEAD: versions never change.
+            StoreError: the version is not newer than HEAD, because versions never change.
         """
         if not _VERSION.fullmatch(str(version)):
-            raise StoreError(f"version {version!r} is no whole number from 0 to {10**18 - 1}")
+            raise StoreError(f"version {version!r} is not a whole number from 0 to {10**18 - 1}")
         head = self.head()
         if head is not None and version <= head:
             raise StoreError(
@@ -115,9 +117,7 @@ class WeightStore:
         return scratch
 
     def commit(self, manifest: Manifest) -> None:
-        """Publish the files that were written since `begin`. Raises StoreError for a manifest that
-        is longer than readers take.
-        """
+        """Publish the files written since `begin`. Raises StoreError for too long a manifest."""
         scratch, text = self.scratch(manifest.version), manifest.to_json().encode()
         if len(text) > MAX_MANIFEST:
             raise StoreError(
@@ -129,7 +129,7 @@ class WeightStore:
         self._set_head(manifest.version)
 
     def abort(self, version: int) -> None:
-        """Delete the files that were written since `begin`."""
+        """Delete the files written since `begin`."""
         with suppress(OSError):  # the error that led here matters more
             remove(self.scratch(version))
 
@@ -150,9 +150,9 @@ class WeightStore:
                 remove(self.folder(newer))
 
     def garbage(self, keep: int, keep_s: float = 0.0) -> list[int]:
-        """List the versions that the newest `keep` do not need: all before the full snapshot from
-        which the oldest of these is reached. In the first `keep_s` seconds of that one, those who
-        began before it may be loading the one that it replaces, which stays too.
+        """Return the versions that the newest `keep` versions do not need: all before the full
+        snapshot that the oldest of the kept versions starts from. If that snapshot is younger than
+        `keep_s` seconds, the previous snapshot stays too, because readers may still be loading it.
         """
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}: HEAD must lead to a version")
@@ -167,7 +167,7 @@ class WeightStore:
         return [version for version in versions if version < snapshot]
 
     def collect_garbage(self, keep: int, keep_s: float = 0.0) -> list[int]:
-        """Delete the versions that `garbage` lists, and return them."""
+        """Delete the versions that `garbage` returns, and return them."""
         with self.claim():
             garbage = self.garbage(keep, keep_s)
             for version in garbage:
@@ -175,8 +175,8 @@ class WeightStore:
         return garbage
 
     def claim(self) -> Lock:
-        """Take the lock of those that write: publish, roll back, collect garbage. Readers need
-        none. Raises UserError when another process has it.
+        """Acquire the writers' lock, for publishing, rolling back and collecting garbage. Readers
+        need no lock. Raises UserError if another process holds the lock.
         """
         return Lock.of_folder(self.root, "end it, or use another store")
 
@@ -191,7 +191,7 @@ class WeightStore:
 
 
 def read_version(data: bytes, path: str) -> int:
-    """Read the text of HEAD. Raises StoreError, which names `path`."""
+    """Return the version in the text of HEAD. Raises StoreError, which names `path`."""
     text = data.decode(errors="replace").strip()
     if not _VERSION.fullmatch(text):
         raise StoreError(

@@ -33,16 +33,16 @@ _IS_STORE = "is this the address of a weight store?"
 
 
 class _Cut(Exception):
-    """An answer that did not come, or not to its end: the request is tried again."""
+    """A missing or incomplete answer; the request is retried."""
 
     def __init__(self, reason: str, pause_s: float = 0.0) -> None:
         super().__init__(reason)
         self.pause_s = pause_s
-        """The least pause that the server asks for."""
+        """Shortest pause in seconds that the server asks for."""
 
 
 class _PastTheEnd(Exception):
-    """The file has no byte of the range."""
+    """The requested range lies beyond the end of the file."""
 
 
 class HttpObjects:
@@ -103,7 +103,7 @@ class HttpObjects:
         return bytes(data)
 
     def _pause(self, url: str, cut: _Cut, num_failures: int) -> None:
-        """Pause before the next try. Raises StoreError when there is none."""
+        """Pause before the next attempt. Raises StoreError when no attempt is left."""
         if num_failures > self._retries:
             raise StoreError(
                 f"{url}: {cut}, {num_failures} times; check the address and that the server runs"
@@ -126,7 +126,7 @@ class HttpObjects:
         return bytes(data)
 
     def _append(self, data: bytearray, url: str, start: int, stop: int) -> None:
-        """Request the missing bytes of a piece once, and add those that come."""
+        """Request the missing bytes of a piece once, and append the received ones."""
         # `first` is where this answer begins in the file, `position` how far it has come.
         first = position = start + len(data)
         try:
@@ -177,7 +177,7 @@ class HttpObjects:
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """Follows no redirect, which would take the token elsewhere."""
+    """Follows no redirect, because a redirect could send the token to another server."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -185,7 +185,7 @@ class _NoRedirects(HTTPRedirectHandler):
 
 def _refusal(url: str, error: HTTPError, has_token: bool) -> StoreError:
     if error.code in (401, 403):
-        problem = "the server refuses the token" if has_token else "the server wants a token"
+        problem = "the server refuses the token" if has_token else "the server requires a token"
         return StoreError(
             f"{url}: {problem} ({error.code}); set FLOWTRAIN_TOKEN to that of the server"
         )
@@ -204,7 +204,7 @@ def _refusal(url: str, error: HTTPError, has_token: bool) -> StoreError:
 
 
 def _read(response: HTTPResponse, num_bytes: int) -> bytes:
-    """Read some of the next bytes; none at the end."""
+    """Return some of the next bytes; none at the end."""
     try:
         return response.read1(num_bytes)
     except (OSError, HTTPException) as error:
@@ -212,7 +212,7 @@ def _read(response: HTTPResponse, num_bytes: int) -> bytes:
 
 
 def _is_range(text: str, start: int) -> bool:
-    """Tell whether a Content-Range begins at `start`."""
+    """Return whether a Content-Range begins at `start`."""
     match = re.fullmatch(r"bytes ([0-9]{1,18})-[0-9]{1,18}/(?:[0-9]{1,18}|\*)", text.strip())
     return match is not None and int(match[1]) == start
 
@@ -232,7 +232,7 @@ class _TimedSocket(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int | None:
         if time.monotonic() > self.deadline:
-            raise TimeoutError(f"the answer came slower than {SLOWEST >> 10} KiB per second")
+            raise TimeoutError(f"the answer arrived at less than {SLOWEST >> 10} KiB per second")
         return self._source.readinto(buffer)
 
     def close(self) -> None:

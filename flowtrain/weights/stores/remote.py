@@ -1,9 +1,10 @@
-"""Weight stores on other machines: the layout of folder.py behind any static file server that knows
-byte ranges, or in a bucket.
+"""Weight stores on other machines: the layout of folder.py behind any static file server with byte
+ranges, or in a bucket.
 
-Their files are copied to a folder before they are read. A download that was cut continues, in this
-process or the next one, and is checked against its manifest before it gets its name. Several pieces
-of a file come at a time, each over a connection of its own: far away, one alone is slow.
+Files are copied to a local folder before reading. An interrupted download resumes, in this process
+or the next one, and is checked against the manifest before it gets its final name. Several pieces
+of a file download in parallel, each over its own connection, because one connection to a distant
+server is slow.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from flowtrain.weights.stores.http import HttpObjects
 _log = logging.getLogger(__name__)
 
 _PIECE = 8 << 20
-"""Bytes that a download may lose when it is killed, once for each connection."""
+"""Largest number of bytes per connection that a killed download loses."""
 _CONNECTIONS = 4
-"""Pieces under way or in memory at a time."""
+"""Largest number of pieces in flight or in memory at a time."""
 _BUCKETS = ("s3", "gs", "az")
 _REQUEST_S = 300.0
 """Longest request: a piece at 28 KiB per second."""
@@ -66,8 +67,8 @@ class Objects(Protocol):
 def open_source(
     location: str | Path, cache: Path, token: str = "", *, keeps: bool = False
 ) -> Source:
-    """Open the store at a path or URL, also of a bucket; see `RemoteStore`. `token`: for HTTP.
-    UserError when the URL or the token cannot be used.
+    """Return the store at a path, an HTTP URL or a bucket URL; see `RemoteStore`. `token` is sent
+    over HTTP. Raises UserError for an unusable URL or token.
     """
     if "://" not in str(location):
         return WeightStore(Path(location))
@@ -77,12 +78,10 @@ def open_source(
 
 
 class RemoteStore:
-    """See `Source`."""
+    """A weight store on an HTTP server or in a bucket; implements `Source`."""
 
     def __init__(self, objects: Objects, cache: Path, *, keeps: bool = False) -> None:
-        """`cache`: folder for downloads of one reader; files that it has loaded are deleted, unless
-        it `keeps` them.
-        """
+        """`cache`: folder for one reader's downloads, which `loaded` deletes unless `keeps`."""
         self._objects, self._cache, self._keeps = objects, cache, keeps
         self._newest: int | None = None
 
@@ -124,9 +123,9 @@ class RemoteStore:
             if not (damage := mismatch(partial, file)):
                 return partial.replace(path)
             partial.unlink()
-            _log.warning("%s/%s came damaged: %s", self, key, damage)
+            _log.warning("%s/%s arrived damaged: %s", self, key, damage)
         raise StoreError(
-            f"{self}/{key} came damaged twice: {damage}; it is not the file of its manifest, "
+            f"{self}/{key} arrived damaged twice: {damage}; it does not match its manifest: "
             "publish a full snapshot, or copy the store again"
         )
 
@@ -170,14 +169,15 @@ class Bucket:
     """
 
     def __init__(self, url: str, patience_s: float = 60.0) -> None:
-        """`patience_s`: seconds for which a request that fails is tried again. Nothing is asked
-        yet. UserError when the URL is none of a bucket, and without a package or an account.
+        """`patience_s`: seconds for which a failing request is retried. The constructor sends no
+        request. Raises UserError for a URL that is no bucket's, a missing package or missing
+        credentials.
         """
         self.url = url.rstrip("/")
         if not urlsplit(url).netloc or set(url) & set("?#@"):
             raise UserError(
-                f"{printable(url)!r} is no bucket: give s3://bucket/prefix, gs://bucket/prefix or "
-                "az://container/prefix"
+                f"{printable(url)!r} is not a bucket URL: use s3://bucket/prefix, "
+                "gs://bucket/prefix or az://container/prefix"
             )
         try:
             import obstore
@@ -185,7 +185,7 @@ class Bucket:
             from obstore.store import from_url
         except ImportError as error:
             raise UserError(
-                f"{self.url}: buckets need obstore; pip install 'flowtrain[objects]'"
+                f"{self.url}: buckets need obstore; pip install -e '.[objects]'"
             ) from error
         self._api, self._errors = obstore, exceptions
         options: Any = {
@@ -227,7 +227,7 @@ class Bucket:
             yield
         except FileNotFoundError as error:
             raise NotThere(
-                f"{address} is not there: the version was never copied there or was collected, or "
+                f"{address} does not exist: the version was never copied there or was deleted, or "
                 "the address is wrong"
             ) from error
         except (

@@ -4,8 +4,8 @@ ranges would do as well.
 A file that is asked for with its checksum (`?xxh3=...`) never changes at that address, so that
 caches between may keep it; manifests have the checksums of data files.
 
-Only HEAD and the manifests and safetensors files of published versions are served, and only to
-clients that have the token.
+The server exposes only HEAD, manifests and safetensors files of published versions, and only to
+clients with the token.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def serve(
     tokens: TokenFile | None,
     open_metrics: bool,
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM; clients resume downloads that are cut.
+    """Serve the store until Ctrl-C or SIGTERM; clients resume interrupted downloads.
 
-    `open_metrics`: they need no token.
+    `open_metrics`: serve metrics without a token.
     """
 
     def app_for(token: str) -> ASGIApp:
@@ -57,8 +57,8 @@ def serve(
 
 
 def monitor(store: WeightStore, access: Access | None) -> Monitor:
-    """Make the monitor of a server; docs/metrics.md lists what it shows. `access` says whom
-    `/metrics` answers, None: everybody.
+    """Return the monitor of a server; docs/metrics.md lists its metrics. `access` decides who may
+    read `/metrics`; None: everybody.
     """
     name = "flowtrain_weights"
     newest = Cached(store.head, StoreError, OSError)
@@ -81,8 +81,8 @@ def _kind(path: str) -> str:
 
 
 def make_app(store: WeightStore, token: str, tokens: TokenFile | None = None) -> ASGIApp:
-    """Build the ASGI application, for the owners of `token` and of `tokens`. It matches paths
-    against one pattern, because a router also redirects.
+    """Return the ASGI application, which accepts `token` and the tokens in `tokens`. The
+    application matches paths against one pattern, because a router would also redirect.
     """
     access = Access(token, tokens)
     serving.require("starlette.requests")
@@ -126,7 +126,7 @@ def _answer(store: WeightStore, request: Request) -> Response:
 
 
 def _find(store: WeightStore, path: str) -> Path | None:
-    """Return the file for the path of a URL; None when there is none or it must not be seen."""
+    """Return the file for the path of a URL; None for a missing or private file."""
     match = _SERVED.fullmatch(path)
     if match is None:
         return None
@@ -139,7 +139,7 @@ def _find(store: WeightStore, path: str) -> Path | None:
 
 
 def _has_checksum(path: Path, checksum: str) -> bool:
-    """Tell whether the manifest gives the file that checksum."""
+    """Return whether the manifest lists the file with this checksum."""
     manifest = path.with_name("manifest.json")
     try:
         # A version that was rolled back and published again has another inode and time.

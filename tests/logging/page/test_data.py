@@ -145,7 +145,7 @@ def test_without_a_tokenizer_ids_remain(run: Path) -> None:
     assert turn["prompt"] is None
     assert turn["response_ids"]
     assert turn["num_new_tokens"] > 0
-    assert "The tokenizer of the run is gone" in notes(run)
+    assert "The run's tokenizer is missing" in notes(run)
 
 
 def test_a_run_that_goes_on(run: Path) -> None:
@@ -187,15 +187,15 @@ def test_only_an_evaluation(tmp_path: Path) -> None:
     page = data(tmp_path)
     expected = ([0.25, 0.25], {"eval": 3.0}, [], "")
     assert (page["reward"], page["seconds"], page["facts"], page["config"]) == expected
-    assert page["notes"] == ["No rollouts have been logged: curves and results are all there is."]
+    assert page["notes"] == ["No rollouts have been logged: only curves and results are shown."]
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("config.toml", "a = [", "config.toml is no TOML"),
-        ("manifest.json", "{", "manifest.json is no JSON"),
-        ("summary.json", "nonsense", "summary.json is no JSON"),
+        ("config.toml", "a = [", "config.toml is not valid TOML"),
+        ("manifest.json", "{", "manifest.json is not valid JSON"),
+        ("summary.json", "nonsense", "summary.json is not valid JSON"),
         (
             "metrics.jsonl",
             'nonsense\n{"step": 1, "a": 2}\n',

@@ -97,7 +97,7 @@ def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("arguments", "message"),
     [
         (["{}/absent"], "there is no folder {}/absent"),
-        (["{}/run/config.toml"], "config.toml is no run: it has none of"),
+        (["{}/run/config.toml"], "config.toml is not a run folder: it has none of"),
         (["{}/run", "--rollouts", "-1"], "--rollouts -1 must be 0 or more"),
         (["{}/run", "--out", "{}/absent/x.html"], "cannot write"),
     ],

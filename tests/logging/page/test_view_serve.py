@@ -75,7 +75,7 @@ def test_each_load_shows_what_is_new(tmp_path: Path, runs: Any, data_of: Any) ->
 def test_a_mistake_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run), "--serve", "--out", "x.html"]) == 2
     error = capsys.readouterr().err
-    assert "--out is for the page as a file" in error and error.count("\n") == 1
+    assert "--out writes the page to a file" in error and error.count("\n") == 1
 
 
 def test_the_command_serves_without_extras_and_ends_on_sigterm(run: Path) -> None:

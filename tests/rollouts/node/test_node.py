@@ -407,7 +407,7 @@ def test_a_node_ends_after_many_failures_in_a_row(ledger: Ledger, nodes: Nodes) 
 
     with pytest.raises(ExceptionGroup) as caught:
         run(nodes.make(rollout))
-    told = "work items in a row could not be done; the last: KeyError"
+    told = "work items in a row failed; the last: KeyError"
     assert told in str(first_of(caught.value, UserError))
     assert work_items(ledger)["leased"] == 0
 
@@ -537,7 +537,7 @@ def test_a_node_ends_when_another_process_joins_by_its_name(ledger: Ledger, node
     ledger.join(Join("a", "another-life", {}))
     with pytest.raises(ExceptionGroup) as caught:
         run(node)
-    assert caught.group_contains(Refused, match="another process has joined by its name")
+    assert caught.group_contains(Refused, match="another process has joined under this name")
 
 
 # ---- weights
@@ -619,7 +619,7 @@ def test_syncer_loads_from_a_lagging_store_and_catches_up(
 ) -> None:
     engine, store = Engine(), Store(None)
     syncer = make_syncer(engine, store)
-    behind = "the store is at version 4 of the planner, the trainer at 5: sampling with 4 meanwhile"
+    behind = "the store is at version 4 of the planner, the trainer at 5: sampling continues with 4"
 
     async def script() -> None:
         syncer.on_policy_state(announced(5))
@@ -649,9 +649,11 @@ def test_syncer_repeats_a_failed_load(
     async def script() -> None:
         syncer.on_policy_state(announced(1))
         await until(lambda: engine.version == 1)
-        engine.error = StoreError("v2 came damaged twice")
+        engine.error = StoreError("v2 arrived damaged twice")
         syncer.on_policy_state(announced(2))
-        await until(lambda: "the planner stays at version 1: v2 came damaged twice" in caplog.text)
+        await until(
+            lambda: "the planner stays at version 1: v2 arrived damaged twice" in caplog.text
+        )
         engine.error = None
         await until(lambda: engine.version == 2)
 

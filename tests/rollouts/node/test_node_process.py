@@ -259,7 +259,7 @@ def test_a_node_samples_from_a_lagging_store(
     node = start("far", "--store", str(mirror))
     for step in (1, 2):
         trainer.step(step)
-    lags = "is at version 0 of the planner, the trainer at 2: sampling with 0 meanwhile"
+    lags = "is at version 0 of the planner, the trainer at 2: sampling continues with 0"
     wait_for(lambda: lags in node.err.read_text())
     shutil.copytree(trainer.store.root, mirror, dirs_exist_ok=True)
     wait_for(lambda: "the planner's weights are at version 2 now" in node.err.read_text())
@@ -314,7 +314,7 @@ def test_groups_survive_a_service_that_is_away(
     )
     dataflow.stop()
     before = dataflow.ledger.status()["work_items"]
-    wait_for(lambda: "is asked again" in node.err.read_text())
+    wait_for(lambda: "is retried" in node.err.read_text())
     dataflow.start()
     for step in (2, 3, 4, 5, 6):
         trainer.step(step)
@@ -344,7 +344,7 @@ def test_a_frozen_policy_is_followed_once_it_has_a_trainer(
             for step in (1, 2):
                 verifier.step(step)
             wait_for(lambda: made.ledger.status()["nodes"]["one"]["versions"].get("verifier") == 2)
-            assert "another policy is trained now: the engines start again" in node.err.read_text()
+            assert "the trained policy has changed: restarting the engines" in node.err.read_text()
         assert not made.ledger.audit().problems
 
 
@@ -358,9 +358,9 @@ def test_a_node_without_a_trainer_waits_until_a_signal(
 
 def test_options_that_a_node_may_not_set(dataflow: DataflowServer, start: Start) -> None:
     odd = {
-        ("--rollout.temperature", "2"): "--rollout.temperature is the same for the whole run",
-        ("--run.devise", "cpu"): "--run.devise is the same for the whole run",
-        ("--store", "verifier=x"): "this run has the policies planner",
+        ("--rollout.temperature", "2"): "--rollout.temperature is fixed for the whole run",
+        ("--run.devise", "cpu"): "--run.devise is fixed for the whole run",
+        ("--store", "verifier=x"): "the policies of this run are planner",
         ("--vllm.max_num_seqs", "many"): "vllm.max_num_seqs",
     }
     for node, message in [(start("odd", *words), message) for words, message in odd.items()]:
@@ -387,7 +387,7 @@ def test_a_node_whose_token_is_revoked_ends_with_one_line(
         assert (node.wait(), other.wait()) == (75, 1)
         assert list(made.ledger.status()["nodes"]) == ["eu-1"]
     for process, why in (
-        (node, "HTTP 401: the token is missing or wrong; set FLOWTRAIN_TOKEN to that of the serv"),
+        (node, "HTTP 401: the token is missing or wrong; set FLOWTRAIN_TOKEN to the token of the"),
         (other, "HTTP 403: the token is that of the node 'eu-1', the request is of 'us-1'"),
     ):
         lines = process.err.read_text().splitlines()

@@ -70,7 +70,9 @@ def test_where_the_engine_is_not_installed_a_scripted_expert_shows_its_rollouts(
 
     monkeypatch.setattr(dry_run, "check_installed", missing)
     text = shown(capsys, "--rollout.engine", "vllm")
-    assert "rollouts of a scripted expert, because there is no engine: rollout.engine=" in text
+    assert (
+        "rollouts of a scripted expert, because the engine is unavailable: rollout.engine=" in text
+    )
     assert text.count("reward: 1.0 (scored by exact)") == 2 and 'tool Search({"query": "' in text
     error = shown(capsys, "--rollout.engine", "vllm", *SINGLE, code=2)
     assert error.count("\n") == 1 and "no scripted expert" in error
@@ -150,7 +152,7 @@ def test_a_chat_template_that_no_message_goes_through_is_told_in_one_line(
         ("{{ raise_exception('Give documents') }}", "fails: TemplateError: Give documents"),
         ("{% for %}", "fails: TemplateSyntaxError: "),
         ("{{ 1 / 0 }}", "fails: ZeroDivisionError: "),
-        ("nothing", "shows no message"),
+        ("nothing", "does not render the message"),
     ):
         (model / "chat_template.jinja").write_text(template)
         argv = ("--model.path", "model", "--agent.prompt", "full")

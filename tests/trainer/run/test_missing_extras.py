@@ -49,7 +49,7 @@ def test_a_missing_package_is_one_line_that_names_its_extra(
     tools = {"bm25s": ("Search", "search"), "trafilatura": ("Web_Reader", "web")}
     if missing in tools:
         tool, extra = tools[missing]
-        line = rf"^agent\.tools='{tool}' needs {missing}: pip install 'flowtrain\[{extra}\]'$"
+        line = rf"^agent\.tools='{tool}' needs {missing}: pip install -e '\.\[{extra}\]'$"
         with pytest.raises(UserError, match=line):
             make_tools(Config.model_validate({"agent": {"tools": [tool]}}))
         return
@@ -61,7 +61,7 @@ def test_a_missing_package_is_one_line_that_names_its_extra(
         log.close()
         assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.endswith("pip install 'flowtrain[plots]'")
+    assert line.endswith("pip install -e '.[plots]'")
 
 
 def test_the_base_needs_what_every_run_needs() -> None:

@@ -61,7 +61,7 @@ def test_a_file_that_changes_what_is_held_out_is_refused(
     begin(tmp_path, tasks)
     check_splits(components(tmp_path, tasks))
     write(tmp_path / "q.jsonl", change(rows(40)))
-    said = f"^tasks.path='{path}' does not hold out what it did when {tmp_path} began"
+    said = f"^tasks.path='{path}' holds out other questions than at the start of {tmp_path}"
     with pytest.raises(UserError, match=said):
         check_splits(components(tmp_path, tasks))
 
@@ -78,10 +78,10 @@ def test_a_mixture_of_other_files_is_refused(tmp_path: Path) -> None:
     tasks = {"name": "file", "mixture": {one: 1, other: 1}}
     begin(tmp_path, tasks)
     check_splits(components(tmp_path, {**tasks, "mixture": {one: 1, other: 2}}))
-    with pytest.raises(UserError, match=f"^tasks.path='{other}' does not hold out"):
+    with pytest.raises(UserError, match=f"^tasks.path='{other}' holds out other questions"):
         check_splits(components(tmp_path, {**tasks, "mixture": {one: 1}}))
     write(tmp_path / "two.jsonl", rows(31))
-    with pytest.raises(UserError, match=f"^tasks.path='{other}' does not hold out"):
+    with pytest.raises(UserError, match=f"^tasks.path='{other}' holds out other questions"):
         check_splits(components(tmp_path, tasks))
 
 
@@ -91,7 +91,7 @@ def test_a_corpus_that_grows_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(found[:-40]))
     begin(tmp_path, {"corpus": str(path)})
     path.write_text(json.dumps(found))
-    with pytest.raises(UserError, match=f"^tasks.corpus='{path}' does not hold out"):
+    with pytest.raises(UserError, match=f"^tasks.corpus='{path}' holds out other questions"):
         check_splits(components(tmp_path, {"corpus": str(path)}))
 
 

@@ -27,7 +27,7 @@ def load(path: str, out: Path) -> None:
         {"model": {"path": path}, "tasks": tasks, "agent": {"name": "single", "tools": []}}
     )
     for kind in (LearnerComponents.load, RunComponents.prepare):
-        with pytest.raises(UserError, match="that are not finite") as refused:
+        with pytest.raises(UserError, match="holds non-finite numbers") as refused:
             kind(config, Placement.colocated(world))
     (out / str(world.rank)).write_text(str(refused.value))
     end_process(0)

@@ -29,8 +29,8 @@ def test_colocated_ranks_both_train_and_sample() -> None:
 @pytest.mark.parametrize(
     ("num_engines", "num_questions", "size", "message"),
     [
-        (2, 12, 2, "num_engine_ranks=2 leaves none of the 2 ranks that torchrun started to train"),
-        (1, 12, 1, "num_engine_ranks=1 leaves none of the 1 ranks"),
+        (2, 12, 2, "num_engine_ranks=2 leaves none of torchrun's 2 ranks for training"),
+        (1, 12, 1, "num_engine_ranks=1 leaves none of torchrun's 1 ranks"),
         (3, 10, 8, r"num_questions=10 must be a multiple of rollout\.num_engine_ranks=3"),
         (0, 12, 8, "num_questions=12 must be a multiple of the 8 ranks that torchrun started"),
     ],
@@ -46,7 +46,7 @@ def test_engines_of_several_gpus_do_not_overlap() -> None:
     options = {"rollout": {"engine": "vllm"}, "vllm": {"tensor_parallel_size": 2}}
     pair = config(0).model_copy(update=dict(Config.model_validate(options)))
     on_gpu = World(0, 4, torch.device("cuda", 0))
-    message = r"vllm\.tensor_parallel_size=2 takes the GPUs after a rank's own"
+    message = r"vllm\.tensor_parallel_size=2 uses the GPUs after a rank's own"
     with pytest.raises(UserError, match=message):
         Placement.of(pair, on_gpu)
     assert Placement.of(pair, world(4)).world.size == 4, "a CPU has no devices to share"

@@ -158,6 +158,6 @@ def test_numbers_are_made_at_the_scrape() -> None:
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(UserError, match=r"pip install 'flowtrain\[serve\]'") as caught:
+    with pytest.raises(UserError, match=r"pip install -e '\.\[serve\]'") as caught:
         made()
     assert "prometheus_client" in str(caught.value) and "\n" not in str(caught.value)

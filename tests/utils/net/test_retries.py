@@ -59,7 +59,9 @@ def test_the_last_retry_says_so() -> None:
 
 def test_a_pause_that_outlasts_the_deadline_is_not_waited_for() -> None:
     attempt, times = failing(Transient("busy", 3600.0))
-    with pytest.raises(GaveUp, match=r"^busy; no time is left for another attempt after 3600\.0 s"):
+    with pytest.raises(
+        GaveUp, match=r"^busy; the deadline leaves no time for another attempt after 3600\.0 s"
+    ):
         run(attempt)
     assert len(times) == 1
 

@@ -54,7 +54,7 @@ def format_of(chat_template: str, tokens: Mapping[str, str] = MappingProxyType({
 
 
 def reads(form: ToolFormat, reply: str, calls: Sequence[WrittenCall]) -> bool:
-    """Tell whether a format reads a reply as these calls, and nothing beside."""
+    """Return whether a format reads a reply as these calls, and nothing beside."""
     content, found = form.parse(reply, tools_of(calls))
     is_alone = not content.rpartition(THINK_END)[2].strip()
     return is_alone and list(map(_facts, found)) == list(map(_facts, calls))

@@ -41,7 +41,7 @@ Schemas = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One way to write tool calls."""
+    """A format of tool calls."""
 
     name: str
     read: Callable[[str, Schemas], Read]
