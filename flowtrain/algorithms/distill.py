@@ -44,8 +44,8 @@ class Distill(Algorithm):
             )
         if options.equal_groups == "drop":
             raise UserError(
-                "algorithm.equal_groups='drop' leaves out what a teacher says of rollouts with one "
-                f"reward: algorithm.name={options.name!r} takes 'keep'"
+                "algorithm.equal_groups='drop' excludes rollouts with equal rewards, from which a "
+                f"teacher can teach: algorithm.name={options.name!r} requires 'keep'"
             )
         if self.reference_path and options.kl_coef:
             raise UserError(

@@ -125,8 +125,8 @@ class Agent(Section):
             )
         if self.history != "growing" and self.name not in ("tools", "gateway"):
             raise ValueError(
-                f"agent.history={self.history!r} goes with agent.name = 'tools' or 'gateway', and "
-                f"not {self.name!r}"
+                f"agent.history={self.history!r} requires agent.name = 'tools' or 'gateway', not "
+                f"{self.name!r}"
             )
         if self.name == "tools" and self.prompt != "full":
             raise ValueError(

@@ -268,7 +268,7 @@ def refusal(template: str, end: str = "<|im_end|>", **agent: object) -> str:
 
 def test_a_template_that_rewrites_is_refused_by_its_key() -> None:
     text = refusal(SMOLLM2.replace("message.role +", "('user' if loop.last else '') +"))
-    assert text.startswith("model.path='tiny' does not go with agent.name='tools'")
+    assert text.startswith("model.path='tiny' cannot be combined with agent.name='tools'")
 
 
 def test_thinking_that_would_have_to_be_encoded_again_is_refused() -> None:

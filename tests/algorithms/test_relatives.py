@@ -328,7 +328,7 @@ def test_a_teacher_behind_an_endpoint_is_no_reference() -> None:
         ({}, "distill.teacher='policy' .* distill.hint"),
         (
             {"distill": {"hint": "x"}, "algorithm": {"equal_groups": "drop"}},
-            "algorithm.equal_groups='drop' .* takes 'keep'",
+            "algorithm.equal_groups='drop' .* requires 'keep'",
         ),
         (
             {"distill": {"teacher": "a/b"}, "algorithm": {"kl_coef": 0.1}},

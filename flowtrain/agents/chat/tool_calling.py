@@ -62,7 +62,7 @@ class ToolCallingAgent(SessionAgent):
                 options += (
                     ", whose prompts hold what was sampled as it was ('as_deployed': as text)"
                 )
-            raise UserError(f"{key}={path!r} does not go with {options}: {error}") from error
+            raise UserError(f"{key}={path!r} cannot be combined with {options}: {error}") from error
 
     async def answer(self, session: Session) -> str:
         if self._maker is None:
