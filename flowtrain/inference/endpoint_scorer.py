@@ -24,7 +24,8 @@ Ids = tuple[int, ...]
 _ROUNDING = 1e-3
 """Nats by which rounding may lift a log-prob above 0."""
 _BYTES, _MORE_BYTES = 256, 2**20
-"""Longest entry of a reply, a token's id, log-prob, rank and text; and what is beside entries."""
+"""Bytes of the longest entry of a reply (a token's id, log-prob, rank and text) and its share of
+the rest."""
 
 
 class EndpointScorer:
@@ -104,7 +105,7 @@ class EndpointScorer:
 def _parse(
     content: bytes, ids: Ids, start: int, read: Callable[[Any, int], T]
 ) -> tuple[list[T], int, int]:
-    """Return what is said of `ids` from `start` on, and the numbers of tokens."""
+    """Return the entries of `ids` from `start` on, and the numbers of tokens."""
     reply = parse_json(content)
     match reply:
         case {"choices": [{"prompt_logprobs": list(entries)}, *_]} if len(entries) == len(ids):

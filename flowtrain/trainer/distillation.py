@@ -1,4 +1,4 @@
-"""A teacher, and the loss by which the policy learns what it says of the tokens that are trained.
+"""A teacher, and the loss that brings the policy's distributions at trained tokens near to it.
 
 The teacher reads each token of a row's tree once, under its own prompts where a hint tells it more,
 and keeps the hidden states of the targets alone. Its logits exist beside the policy's, a chunk at a
@@ -92,7 +92,7 @@ def lessons(
     walks: Sequence[Sequence[Pass]],
 ) -> list[Lesson | None]:
     """Return what a teacher says of the targets of each pass that learns in the walks through the
-    rows; collective. Without a `teacher` the rows have what it said.
+    rows; collective. Without a `teacher` the rows hold its likeliest tokens.
     """
     how: dict[str, Any] = {"divergence": spec.divergence, "mix": spec.mix}
     said: list[Sequence[Tensor]] = []

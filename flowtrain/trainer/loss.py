@@ -155,7 +155,7 @@ def compute(
 
 @torch.no_grad()
 def read_row(model: PreTrainedModel, row: PackedRow, path: OpenPath) -> None:
-    """Read the trunk of an inner piece, for what it leaves to the passes below."""
+    """Read the trunk of an inner piece, whose keys, values and states the passes below need."""
     with replaying(model, row.routes_NLC):
         forward_rows(model, row, path)
 
@@ -250,7 +250,7 @@ def loss_of_scores(
 
 
 def part_of(whole: TokenLoss, target_M: Tensor | None) -> TokenLossFn:
-    """Make a loss of what is known of each target."""
+    """Make a loss function of the known losses of a row's targets."""
     known = {f.name: getattr(whole, f.name) for f in fields(whole)}
     if target_M is not None:
         target_M = copied(target_M, whole.loss_T.device)

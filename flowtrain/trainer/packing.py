@@ -134,7 +134,7 @@ def pack_rows(samples: Sequence[Sample], num_rows: int) -> list[PackedRow]:
     """Pack samples into about so many rows of like size, for ranks to share.
 
     All of a question are in one row, however long that is; a sample without an id is a question of
-    its own. Rows repeat what questions have in common, and those that have most are put together.
+    its own. Rows repeat the common prefixes of questions, and questions with long ones share a row.
     """
     if num_rows == 1:
         return [pack_row(samples)] if samples else []
@@ -185,7 +185,7 @@ def _shared_with_previous(inputs: Sequence[Inputs], share: bool = True) -> list[
 
 
 def _packing_order(inputs: Sequence[Inputs]) -> list[int]:
-    """The samples by their tokens, which puts beside each other what is alike."""
+    """Sort the samples by their tokens, so that equal prefixes are adjacent."""
     return sorted(range(len(inputs)), key=inputs.__getitem__)
 
 

@@ -61,7 +61,7 @@ class Pass:
         return self.kind is not Kind.ENTER
 
     def to(self, device: torch.device) -> Pass:
-        """Copy what is computed with to a device; `target_M` stays with the whole row."""
+        """Copy the tensors of the computation to a device; `target_M` stays on the host."""
         trunk_P = None if self.trunk_P is None else copied(self.trunk_P, device)
         return replace(self, row=self.row.to(device), trunk_P=trunk_P)
 
@@ -366,7 +366,7 @@ class _Open:
 def schedule(steps: Collection[Pass], world: World) -> list[bool]:
     """Return which passes learn, so that ranks with different walks run the same; collective.
 
-    The passes of each rank are a part of the answer, in order; it idles in what is left over.
+    The passes of each rank are a subsequence of the answer; the rank idles in the others.
     """
     own = [step.learns for step in steps]
     if world.size == 1:

@@ -1,4 +1,4 @@
-"""A model's own chat template: what it writes, and what it can do."""
+"""A model's own chat template: its texts and its abilities."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TemplateRewrites(Exception):
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, and what it can do."""
+    """A tokenizer's chat template and its abilities."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         """Raises TemplateRewrites for one that does not show replies as they are."""
@@ -78,7 +78,7 @@ class ChatTemplate:
         return self.decode(response_ids[:-1] if self.has_end(response_ids, ended) else response_ids)
 
     def has_end(self, response_ids: Sequence[int], ended: bool = False) -> bool:
-        """Tell whether the last token of a response ends it: the template's token or the
+        """Return whether the last token of a response ends it: the template's token or the
         tokenizer's, and any special one of a response of which it is known that it `ended`.
         """
         if not response_ids:
@@ -100,7 +100,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Tell whether it describes tools to the model."""
+        """Return whether the template describes tools to the model."""
         function = {
             "name": f"{MARK}tool",
             "description": "probe",
@@ -110,12 +110,12 @@ class ChatTemplate:
 
     @cached_property
     def takes_results(self) -> bool:
-        """Tell whether it shows messages of the role "tool"."""
+        """Return whether the template shows messages of the role "tool"."""
         return f"{MARK}result" in self._answered
 
     @cached_property
     def says_first(self) -> bool:
-        """Tell whether it shows what a reply says besides its calls before their results."""
+        """Return whether the template shows the text of a reply with calls before their results."""
         return f"{MARK}said" in self._answered.partition(f"{MARK}result")[0]
 
     @cached_property
@@ -148,7 +148,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_system(self) -> bool:
-        """Tell whether it shows a message of the role "system"."""
+        """Return whether the template shows a message of the role "system"."""
         system = {"role": "system", "content": f"{MARK}system"}
         return f"{MARK}system" in self._probe([system, _USER])
 
@@ -181,7 +181,7 @@ class ChatTemplate:
         return message_end(self._tokenizer)
 
     def _is_special(self, token: int) -> bool:
-        """Tell whether decoding can leave a token out."""
+        """Return whether decoding can leave a token out."""
         return not self._tokenizer.decode([token], skip_special_tokens=True)
 
     def _closing(self) -> str:

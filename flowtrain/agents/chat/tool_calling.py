@@ -157,7 +157,7 @@ def _tool_messages(message: Message, results: Sequence[str]) -> list[Message]:
 
 
 def _with_hint(results: list[str], hint: str) -> list[str]:
-    """Put a hint behind the last result; not every template takes a message of its own there."""
+    """Append a hint to the last result; not every template accepts a separate message there."""
     return [*results[:-1], f"{results[-1]}\n\nHint: {hint}"] if hint else results
 
 
@@ -166,7 +166,7 @@ _UNREADABLE = "unreadable"
 
 
 def _message(content: str, calls: Sequence[WrittenCall], number: int) -> Message:
-    """Return a response with calls as a message; `number` is that of the response."""
+    """Return a response with calls as a message; `number` counts responses."""
     tool_calls = [
         {
             "id": _call_id(number, place),

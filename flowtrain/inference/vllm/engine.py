@@ -1,4 +1,4 @@
-"""Sampling by vLLM in processes of its own, which are replaced when they die.
+"""Sampling by vLLM in separate processes, which are replaced when they die.
 
 An `AsyncLLMRunner` is one running vLLM. When its process dies, or does not answer for
 `runner.HANG_S` seconds, the `Supervisor` starts the next one, which loads the same version from the

@@ -175,7 +175,7 @@ def prove(plan: LoadPlan, load: Load, tensors: Iterable[Tensor], ranks: Ranks) -
 
 
 class _Proof:
-    """Loads patterns on this rank, and notes what is not where it should be."""
+    """Loads patterns on this rank and records misplaced ones."""
 
     def __init__(self, plan: LoadPlan, load: Load, memories: Mapping[int, Tensor]) -> None:
         self.held: RegionDigests = []
@@ -198,7 +198,7 @@ class _Proof:
                     self._memories[address].copy_(words)
 
     def _prove_group(self, names: Sequence[str]) -> None:
-        """Load in one order and in the other: what is overwritten is loaded before once."""
+        """Load in both orders, so that each overwritten tensor is loaded first once."""
         for order in (names, names[::-1]):
             for name in order:
                 self._load_pattern(name)

@@ -107,7 +107,7 @@ def keep_linear_weights_plain() -> None:
 
 
 def _is_used() -> bool:
-    """Tell whether the model that vLLM loads now takes its weights by this backend."""
+    """Return whether the model that vLLM loads now takes its weights by this backend."""
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
@@ -285,7 +285,7 @@ class WeightReports:
         return report
 
     def staged_weights(self) -> bool:
-        """Tell whether staging has ended."""
+        """Return whether staging has ended."""
         return bool(self.weight_transfer_engine.reader.is_staged)
 
     def digest_weights(self) -> dict[str, str]:

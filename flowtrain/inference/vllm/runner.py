@@ -84,7 +84,7 @@ class AsyncLLMRunner:
         self._loading = asyncio.Lock()
         self._is_asleep = False
         self._has_seeds = True
-        """Each request draws from a generator of its own."""
+        """Each request has its own random generator."""
         self._route_sizes: Sizes | None = None
         """None where routes are not recorded."""
         self._aborts: set[asyncio.Task[None]] = set()

@@ -3,7 +3,7 @@
 vLLM tells log-probs of chosen tokens, and a full distribution only as a number per id of the
 vocabulary. Beside a token's log-prob it sends the token's rank, which nothing here reads: in its
 place goes the entropy in fixed point, of the distribution at the request's temperature over the
-whole vocabulary, before top-k and top-p. The sampler that is changed is that of one engine.
+whole vocabulary, before top-k and top-p. Only the sampler of one engine changes.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class SparseUpdates:
 @dataclass(slots=True)
 class AdapterUpdates:
     """The adapter of one policy: read and checked in this process, and taken by vLLM from a folder
-    as peft writes it. It raises what is wrong with a version in `stage`.
+    as peft writes it. `stage` raises the problems of a version.
     """
 
     llm: Any
@@ -160,7 +160,7 @@ class AdapterUpdates:
         return [self._held]
 
     async def finish(self, version: int) -> None:
-        """Do nothing: a version of vLLM's own is that of all its weights."""
+        """Do nothing: vLLM's own version number covers all its weights, not an adapter."""
 
     async def metrics(self) -> dict[str, float]:
         return {} if self._loaded is None else self._loaded.metrics()
@@ -207,7 +207,7 @@ class Weights:
     labels: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     """(version, first token) of each span, by the name of a request under way."""
     bare: set[str] = field(default_factory=set)
-    """Names of those that began before the first adapter, and go on without one."""
+    """Names of requests that began before the first adapter and continue without one."""
 
     async def begin_spans(self, llm: Any, version: int) -> None:
         """Note how many tokens each request of the policy has at the update; a request that vLLM is

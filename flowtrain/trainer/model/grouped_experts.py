@@ -46,7 +46,7 @@ def grouped_experts(
 
 @functools.cache
 def skips_empty_groups(device: torch.device) -> bool:
-    """Tell whether torch leaves the weight gradient of an expert without tokens unwritten, as it
+    """Return whether torch leaves the weight gradient of an expert without tokens unwritten, as it
     does on AMD's GPUs and from Blackwell on (pytorch/pytorch #174314 and #172439).
     """
     if device.type != "cuda":

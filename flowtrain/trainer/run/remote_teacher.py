@@ -1,4 +1,4 @@
-"""A teacher behind an endpoint: what it says of a step's tokens, before they are packed."""
+"""A teacher behind an endpoint, which is asked about a step's tokens before they are packed."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class PreparedBatches:
 
     batches: Sequence[DeltaBatch]
     additions: Sequence[Mapping[ShardKey, Sequence[tuple[StridedView, WordChanges]]]] = ()
-    """Of each batch, what is added where; a delta that is left out is read when it is applied."""
+    """Words and places of each batch; an unprepared delta is decoded when it is applied."""
 
 
 class Target(Protocol):
@@ -324,7 +324,7 @@ def _host(tensor: Tensor) -> Tensor:
 
 
 def _twins(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the tied tensors: those that are another one by a second name, with the first name.
+    """Return the tied tensors by their second names, with their first names.
 
     Raises ValueError for tensors that share a part of their memory, or of their own.
     """

@@ -33,7 +33,7 @@ class WordChanges:
     positions: Tensor
     """int16, the bits of unsigned numbers: ascending within each block."""
     diffs: Tensor
-    """int16: what is added, mod 2^16."""
+    """int16: the summands, mod 2^16."""
 
     @property
     def num_bytes(self) -> int:
@@ -56,7 +56,7 @@ def decode_pieces(
     any. The delta is that of its words from `first` on, `base` what they were (for level 2).
 
     Raises:
-        DeltaError: what is read of the delta is damaged.
+        DeltaError: the delta is damaged.
     """
     for start in range(begin, end, PIECE_WORDS):
         stop = min(start + PIECE_WORDS, end)
@@ -76,8 +76,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[int]:
-    """Work on a stream of its own, beside what a GPU does; yields how many bytes may be taken: half
-    of what is free there.
+    """Work on a separate stream of the GPU; yields the bytes that may be allocated, half of the
+    free memory.
     """
     if device.type != "cuda":
         yield 2**63
