@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from flowtrain.records import UserError
+from flowtrain.trainer.host_copies import copied
 from flowtrain.trainer.loss import FusedLMHead
 from flowtrain.trainer.packing import PackedRow
 from flowtrain.trainer.reading import RowReader
@@ -56,7 +57,7 @@ class Lesson:
         """Return the lesson of a pass; None: of all targets."""
         if target_M is None:
             return self
-        return replace(self, said_T=[x[target_M.to(x.device)] for x in self.said_T])
+        return replace(self, said_T=[x[copied(target_M, x.device)] for x in self.said_T])
 
     def beside(
         self,
@@ -72,7 +73,7 @@ class Lesson:
             learnt = self.compare(
                 hidden_TD,
                 weight_VD,
-                *(x.to(hidden_TD.device) for x in self.said_T),
+                *(copied(x, hidden_TD.device) for x in self.said_T),
                 weight_T=weight_T,
                 bias_V=bias_V,
                 temperature=temperature,
