@@ -1,7 +1,8 @@
-"""A user who asks twice, and whom a policy answers best from what it thought before, if that is
-still there: write a model with random weights, conversations to imitate, and questions.
+"""A task in which earlier thinking helps: a user names two numbers, then a third, and wants the sum.
 
-python -m examples.thinking.sums runs/sums
+Writes a model with random weights, conversations to imitate, and questions:
+
+    python -m examples.thinking.sums runs/sums
 """
 
 from __future__ import annotations
