@@ -1,4 +1,4 @@
-"""A task in which earlier thinking helps: a user names two numbers, then a third, and wants the sum.
+"""A task in which earlier thinking helps: the sum of two numbers and of one that comes later.
 
 Writes a model with random weights, conversations to imitate, and questions:
 
