@@ -249,7 +249,7 @@ def test_what_a_node_disowns_is_never_trained(database: str) -> None:
         flow.disown(Disown("n1", "a"))
     with pytest.raises(Refused, match="node 'n1' has disowned what it made"):
         push(flow, late)
-    with pytest.raises(Refused, match="another process has joined by its name"):
+    with pytest.raises(Refused, match="another process has joined under this name"):
         lease(flow)
     assert batch(flow, 1) == first, "a batch is chosen once"
     push(flow, yours[1], node="n2")

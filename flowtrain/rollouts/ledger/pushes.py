@@ -122,7 +122,7 @@ class Pushes:
                 step = policy.newest + 1
                 num_closed = close_shares(transaction, policy.name, _DISOWNED, step, own, *key)
                 num = max(num, num_closed)
-        text = "node %s had damaged weights and ends: %d of its groups that waited are left out"
+        text = "node %s had damaged weights and ends: %d of its waiting groups are excluded"
         _log.warning(text, request.node, num)
         return Done()
 
