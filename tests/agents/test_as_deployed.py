@@ -140,7 +140,7 @@ def test_a_template_that_looks_for_thinking_under_a_key_gets_it_there() -> None:
             f"assistant\\n' + (message.{key} or '') + content",
         )
         tokenizer = tokenizer_of(source, "<|im_end|>")
-        # transformers from 5.24 on hands one of these keys to templates by the names of others, too.
+        # From 5.24 on transformers hands one of these keys on by the names of others, too.
         assert ChatTemplate(tokenizer).thinking_key in (key, "reasoning_content")
         rollout = played(tokenizer, THOUGHT + ASKS, "1284")
         (used,) = rollout.done.turns[0].tool_calls
