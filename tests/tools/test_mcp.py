@@ -241,7 +241,7 @@ def test_what_the_config_gets_wrong(tmp_path: Path) -> None:
         (["hand.*", "hand.echo"], {"hand": good}, "'hand.echo' is listed twice"),
         (["hand.echo"], {"head": good}, r"no tool 'hand.echo'; there are .*head\.\*"),
         (["hand.echo"], {"hand": {"command": ["/no/such"]}}, "mcp.hand: .*No such file"),
-        (["hand.echo"], {"hand": {}}, "give mcp.hand.command or mcp.hand.url"),
+        (["hand.echo"], {"hand": {}}, "set mcp.hand.command or mcp.hand.url"),
         (["hand.echo"], {"hand": {**good, "env": ("NO_SUCH",)}}, "mcp.hand.env: .*'NO_SUCH'"),
         (["hand.echo"], {"hand": {**remote, "token_env": "NO"}}, "mcp.hand.token_env='NO'"),
         (["hand.echo"], {"hand": remote}, "mcp.hand: "),

@@ -163,7 +163,7 @@ def make_trainer(
     **how: bool,
 ) -> Trainer:
     reference, distill = None, options.get("distill")
-    if loss.kl_coef or (distill is not None and not distill.from_policy):
+    if loss.kl_coef or (distill is not None and distill.teacher == "reference"):
         frozen = load_model(path, world).requires_grad_(False).eval()
         with torch.no_grad():
             for parameter in frozen.parameters():
