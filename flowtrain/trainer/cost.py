@@ -63,9 +63,9 @@ class ForwardCost:
         )
 
     def flops(self, row: PackedRow, *, once: bool = False) -> float:
-        """A token at position p of its sample sees p + 1, or as many as the window holds. `once`:
-        without the tokens that the row repeats, so that each of a tree counts once however it was
-        cut.
+        """Return the FLOPs of a forward pass: a token at position p of its sample sees p + 1, or as
+        many as the window holds. `once`: without the tokens that the row repeats, so that each
+        counts once over all rows.
         """
         seen_N = row.position_ids_N + 1
         flops = self._flops_of(seen_N) + self.per_target * len(row.target_ids_T)
@@ -80,8 +80,8 @@ class ForwardCost:
         return flops
 
     def step_flops(self, minibatches: Sequence[Sequence[PackedRow]], num_scores: int) -> float:
-        """Return the FLOPs of training rows and of scoring them the given number of times, without
-        recomputation for memory and repetition by cuts.
+        """Return the FLOPs of training rows and of scoring them the given number of times. Tokens
+        that several rows repeat, trunks that walks read again and recomputation count once.
         """
         return sum(
             num_scores * self.flops(row, once=True) + self.training_flops(row)

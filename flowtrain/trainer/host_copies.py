@@ -1,4 +1,4 @@
-"""Copies between the host and its GPU that nobody waits for."""
+"""Copies between the host and its GPU, through pinned memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on a device. A copy to a GPU takes its turn among the GPU's work; only from
-    pinned memory does the host not wait for that.
+    """Return the tensor on a device. A copy to a GPU waits behind the GPU's earlier work; from
+    pinned memory the host does not wait with it.
     """
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()

@@ -218,7 +218,9 @@ def row_loss(
 
 
 def _compacts(row: PackedRow, spec: LossSpec | TokenLossFn) -> bool:
-    """Return whether the loss skips rows: if weights may be 0, or on a CPU, without a wait."""
+    """Return whether the products skip targets without weight. A GPU skips them only if there may
+    be some, because the host must wait for their number; a CPU also skips those without gradient.
+    """
     drops = isinstance(spec, LossSpec) and spec.mis is not None
     return row.has_idle_targets or drops or row.target_ids_T.device.type == "cpu"
 

@@ -87,7 +87,7 @@ class RowReader:
         return passes(row, self.token_budget)
 
     def idle(self, learns: bool) -> Pass:
-        """Run an empty pass while other ranks have a real one."""
+        """Return an empty pass, for a rank that has none while others have one."""
         row = empty_row().to(self.world.device)
         return Pass(Kind.ONCE, row) if learns else Pass(Kind.ENTER, row, None, row.target_row_T)
 

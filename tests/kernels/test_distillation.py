@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from divergences import LEARNT, gradients, leaves, near, plain_divergence
 from flowkernels import DIVERGENCES, LossSpec, linear_distillation, linear_policy_loss
 from flowkernels.lm_head import LMHead
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_truth import on_device, peak_bytes
+from kernel_truth import peak_bytes
 from torch import Tensor
 
 NUM, WIDTH, OTHER, VOCAB = 11, 6, 9, 37
@@ -34,15 +35,9 @@ def batch(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Any]:
         "weight_T": weight_T,
         "temperature": torch.linspace(0.5, 2.0, NUM, dtype=dtype),
     }
-    for name in ("hidden_TD", "weight_VD", "bias_V"):
+    for name in LEARNT:
         given[name].requires_grad_()
     return given
-
-
-def leaves(b: dict[str, Any], impl: str) -> dict[str, Any]:
-    """The batch where `impl` runs."""
-    bare = on_device({name: x.detach() for name, x in b.items()}, impl)
-    return {name: x.requires_grad_(b[name].requires_grad) for name, x in bare.items()}
 
 
 def truth(b: dict[str, Any], divergence: str, mix: float) -> tuple[Tensor, Tensor]:
@@ -51,24 +46,8 @@ def truth(b: dict[str, Any], divergence: str, mix: float) -> tuple[Tensor, Tenso
     log_p = ((b["hidden_TD"] @ b["weight_VD"].T + b["bias_V"]) / heat).log_softmax(1)
     logits = b["teacher_TE"] @ b["teacher_weight_VE"].T + b["teacher_bias_V"]
     log_q = (logits / heat).log_softmax(1)
-
-    def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-        """A term of probability 0 is 0."""
-        a = log_a.exp()
-        return torch.where(a > 0, a * (log_a - log_b), 0.0).sum(1)
-
-    if divergence == "reverse_kl":
-        found = kl(log_p, log_q)
-    elif divergence == "forward_kl":
-        found = kl(log_q, log_p)
-    else:
-        log_m = (mix * log_q.exp() + (1 - mix) * log_p.exp()).log()
-        found = mix * kl(log_q, log_m) + (1 - mix) * kl(log_p, log_m)
+    found = plain_divergence(log_p, log_q, divergence, mix)
     return (b["weight_T"] * found).sum(), found
-
-
-def gradients(loss: Tensor, b: dict[str, Any]) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, [b["hidden_TD"], b["weight_VD"], b["bias_V"]]))
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -82,12 +61,11 @@ def test_values_and_gradients_are_those_of_whole_logits(
     how = {"divergence": divergence, "mix": 0.3, "memory_budget": budget, "impl": impl}
     out = linear_distillation(**b, **how)
     loss, found_T = truth(b, divergence, 0.3)
-    near = {"rtol": 1e-11, "atol": 1e-12} if impl == "torch" else {"rtol": 2e-4, "atol": 2e-5}
-    torch.testing.assert_close(out.loss, loss, **near)
+    torch.testing.assert_close(out.loss, loss, **near(impl))
     counts_T = b["weight_T"] != 0
-    torch.testing.assert_close(out.divergence_T, torch.where(counts_T, found_T, 0.0), **near)
+    torch.testing.assert_close(out.divergence_T, torch.where(counts_T, found_T, 0.0), **near(impl))
     for ours, theirs in zip(gradients(2 * out.loss, b), gradients(2 * loss, b), strict=True):
-        torch.testing.assert_close(ours, theirs, **near)
+        torch.testing.assert_close(ours, theirs, **near(impl))
 
 
 @settings(derandomize=True, deadline=None, max_examples=30)
